@@ -1,0 +1,21 @@
+# Each target sets itself up: a virtual environment in .venv with the versions of constraints.txt.
+# ARGS= reaches the recipe: make demo ARGS="--max_steps 100"
+PYTHON ?= python3
+BIN := .venv/bin
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: demo test test-slow style pretrain bench
+
+.venv/installed: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[sample,test,dev]"
+	touch $@
+
+test: .venv/installed
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+style: .venv/installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
