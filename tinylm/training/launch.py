@@ -1,0 +1,187 @@
+"""Before anything is loaded: is this process part of the group, the engine and the threads that were asked for?
+
+Launchers fail quietly: a launch file can start one process where two were meant, or two that do not know each other,
+and exit with 0. `start` compares what was asked for with what is there and refuses to go on with less.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+import yaml
+
+logger = logging.getLogger(__name__)
+
+
+class RunStopped(RuntimeError):  # noqa: N818
+    """A run ended itself for a reason that its message tells in full."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The group that this process is in: `backend` is None for one process, `engine` one of none, ddp, fsdp2, ..."""
+
+    rank: int
+    world_size: int
+    backend: str | None
+    engine: str
+    device: str
+    threads: int
+
+    def describe(self) -> str:
+        ranks = "one process" if self.world_size == 1 else f"{self.world_size} ranks ({self.backend}, {self.engine})"
+        return f"{ranks} on {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''} a rank"
+
+
+def start(device: torch.device, num_threads: int | None = None) -> Launch:
+    """Checks the process group against the launcher's wish and takes all the threads; `device` is this rank's.
+
+    Raises:
+        RunStopped: fewer ranks, or another engine, than were asked for; both values are named.
+    """
+    show_progress_of_rank_zero()
+    asked = _ranks_asked_for()
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if asked != world_size:
+        raise RunStopped(
+            f"The launcher was asked for {asked} processes, and this one is in a group of {world_size}: each would"
+            " train a model of its own. On CPUs take `accelerate_configs/cpu_gloo.yaml`, whose `distributed_type:"
+            " MULTI_GPU` with `use_cpu: true` starts one process a rank (`MULTI_CPU` and `--cpu` start a single one)."
+        )
+    engine = engine_asked_for(world_size)
+    check_engine(engine, _engine_possible(engine, device, world_size))
+    threads = _take_threads(num_threads)
+    return Launch(
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        world_size=world_size,
+        backend=dist.get_backend() if dist.is_initialized() else None,
+        engine=engine,
+        device=device.type,
+        threads=threads,
+    )
+
+
+def check_engine(asked: str, got: str) -> None:
+    """Raises RunStopped where the engine in use is not the one that the launch file asked for."""
+    if asked != got:
+        raise RunStopped(
+            f"The launch file asks for the engine `{asked}` and this run would use `{got}`. Take a launch file of"
+            " `accelerate_configs/` that suits the machine (its README.md says which when)."
+        )
+
+
+def engine_asked_for(world_size: int) -> str:
+    """The engine that the launcher's environment names: none, ddp, fsdp2 or deepspeed."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return "fsdp2"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        return "deepspeed"
+    return "ddp" if world_size > 1 else "none"
+
+
+def _engine_possible(asked: str, device: torch.device, world_size: int) -> str:
+    """accelerate turns FSDP on a CPU into plain DDP and says nothing."""
+    if asked == "fsdp2" and device.type == "cpu":
+        return "ddp" if world_size > 1 else "none"
+    return asked
+
+
+def _ranks_asked_for() -> int:
+    """WORLD_SIZE; without one, what the command line of a parent `accelerate launch` asked for, else 1.
+
+    accelerate's launcher for one process drops a larger `num_processes` and leaves only MASTER_ADDR as a trace.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    parent = psutil.Process().parent()
+    words = parent.cmdline() if parent and "ACCELERATE_MIXED_PRECISION" in os.environ else []
+    if "launch" not in words:
+        return 1
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
+    asked, _ = launch_command_parser().parse_known_args(words[words.index("launch") + 1 :])
+    if asked.num_processes is not None:
+        return max(1, asked.num_processes)
+    config_file = asked.config_file or default_config_file
+    if not os.path.isfile(config_file):
+        return 1
+    with open(config_file, encoding="utf-8") as file:
+        return max(1, int((yaml.safe_load(file) or {}).get("num_processes") or 1))
+
+
+def _take_threads(num_threads: int | None) -> int:
+    """Gives torch `num_threads`, or this rank's share of the cores: launchers leave a process with one."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # no macOS call
+    threads = num_threads or max(1, cores // local_ranks)
+    torch.set_num_threads(threads)
+    if torch.get_num_threads() != threads:
+        raise RunStopped(f"torch uses {torch.get_num_threads()} threads where {threads} were asked for.")
+    return threads
+
+
+@contextmanager
+def rank_zero_first(name: str) -> Iterator[bool]:
+    """Rank 0 runs the block (and gets True) before the others enter it, however long it takes.
+
+    The others wait for a key in the group's store, not in a collective, so no collective times out (case D9).
+    """
+    if not dist.is_initialized():
+        yield True
+        return
+    store, key = dist.distributed_c10d._get_default_store(), f"tinylm/{name}"
+    if dist.get_rank() == 0:
+        try:
+            yield True
+        finally:
+            store.set(key, "done")
+    else:
+        store.wait([key], timedelta(days=7))
+        yield False
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """The element-wise sum of every rank's `values` (float64); every rank has to call it."""
+    if not dist.is_initialized():
+        return list(values)
+    sums = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def show_progress_of_rank_zero() -> None:
+    """`tinylm`'s log records go to the terminal: all of them from rank 0, warnings from the others."""
+    rank = int(os.environ.get("RANK", "0"))
+    package = logging.getLogger("tinylm")
+    package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    if not package.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False
+
+
+def run_recipe(main: Callable[[], None]) -> None:
+    """Runs a recipe's `main`; wrong input becomes one paragraph and exit code 2, unless `--traceback` is given."""
+    show_progress_of_rank_zero()
+    with_traceback = "--traceback" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--traceback"]
+    try:
+        main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (ValueError, OSError, ImportError, RunStopped) as error:
+        if with_traceback:
+            raise
+        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        message = " ".join(str(error).split())
+        print(f"{rank}{message}\n(`--traceback` shows where this came from.)", file=sys.stderr, flush=True)
+        sys.exit(1 if isinstance(error, RunStopped) else 2)

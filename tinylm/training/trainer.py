@@ -1,0 +1,179 @@
+"""The one training loop: the Trainer, with a loss, a data order and a validation that mean the same on any machine.
+
+What differs from the stock Trainer, and why:
+- the logged loss is the sum of nats over real targets / their number, over all ranks and micro-batches since the last
+  log (stock: a mean of step means);
+- a loss or gradient that is not finite is shown, its step skipped and counted; several in a row end the run;
+- every rank reads its own shards of a stream, and all ranks stop together (stock: rank 0 reads for everybody);
+- validation is scored by targets, not by batches (stock: a mean of batch means);
+- tokens are counted over all ranks: read, not padding, trained on.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import seed_worker
+
+from tinylm.data.order import GlobalBatches
+from tinylm.evaluation.scoring import score
+
+from .arguments import RunArguments
+from .launch import RunStopped, sum_over_ranks
+from .stream_loader import StreamLoader
+
+logger = logging.getLogger(__name__)
+
+
+class LossMeter:
+    """Sums of nats and counts of tokens of this rank since the last `reduce`, and over all ranks since the start."""
+
+    COUNTS = ("num_tokens_read", "num_tokens_not_padding", "num_tokens_trained")
+
+    def __init__(self, device: torch.device) -> None:
+        # MPS has no float64; the sum of one logging window fits float32 there.
+        self.nats = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self.window = dict.fromkeys(self.COUNTS, 0)
+        self.total = dict.fromkeys(self.COUNTS, 0)
+        self.total_nats = 0.0
+
+    def add(self, nats: Tensor, inputs: dict[str, Tensor]) -> None:
+        """One micro-batch: its sum of nats (scalar tensor) and its `input_ids`, `labels` [B, T], `attention_mask`."""
+        self.nats += nats.to(self.nats.dtype)
+        self.window["num_tokens_read"] += inputs["input_ids"].numel()
+        mask = inputs.get("attention_mask")
+        self.window["num_tokens_not_padding"] += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        self.window["num_tokens_trained"] += count_targets(inputs)
+
+    def reduce(self) -> dict[str, float]:
+        """The window's loss over all ranks and the totals so far; starts a new window. Every rank has to call it."""
+        nats, *counts = sum_over_ranks([self.nats.item(), *self.window.values()])
+        self.total_nats += nats
+        for name, count in zip(self.COUNTS, counts, strict=True):
+            self.total[name] += int(count)
+        self.nats.zero_()
+        self.window = dict.fromkeys(self.COUNTS, 0)
+        return {"loss": nats / counts[-1] if counts[-1] else float("nan"), **self.total}
+
+    @property
+    def mean(self) -> float:
+        """Nats a target over all that was reduced so far."""
+        trained = self.total["num_tokens_trained"]
+        return self.total_nats / trained if trained else float("nan")
+
+
+def count_targets(inputs: dict[str, Tensor]) -> int:
+    """Real targets of a batch: labels that are not -100, the first position of each row (which is never one) aside."""
+    if "shift_labels" in inputs:
+        return int(inputs["shift_labels"].ne(-100).sum())
+    return int(inputs["labels"][:, 1:].ne(-100).sum())
+
+
+class LanguageModelTrainer(Trainer):
+    """`Trainer` for causal language models; takes `RunArguments` and the datasets of `tinylm.data`."""
+
+    args: RunArguments
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.meter = LossMeter(self.args.device)
+        self.num_bad_steps = 0  # in all
+        self._bad_steps_in_a_row = 0
+
+    # Data: our own order and sharding, so accelerate must not shard again.
+
+    def get_train_dataloader(self) -> DataLoader | StreamLoader:
+        if self.train_dataset is None:
+            raise ValueError("Training needs a `train_dataset`.")
+        args = self.args
+        settings = {
+            "collate_fn": self.data_collator,
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+            "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        }
+        if isinstance(self.train_dataset, IterableDataset):
+            args.ignore_data_skip = True  # the stream finds its place itself
+            loader = DataLoader(self.train_dataset, batch_size=self._train_batch_size, **settings)
+            return StreamLoader(loader, args.gradient_accumulation_steps, windows_done=lambda: self.state.global_step)
+        batches = GlobalBatches(
+            len(self.train_dataset),
+            per_rank_batch_size=self._train_batch_size,
+            accumulation_steps=args.gradient_accumulation_steps,
+            rank=args.process_index,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+        )
+        return OrderedLoader(self.train_dataset, batch_sampler=batches, **settings)
+
+    # Loss: counted, and never silently not a number.
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        # `compute_loss` multiplies by the ranks, because DDP divides the gradients by them.
+        self.meter.add(loss * num_items_in_batch / self.accelerator.num_processes, inputs)
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None):
+        """Called once a step, after the gradients are the same on all ranks: all ranks judge them alike."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        scaler = self.accelerator.scaler
+        if torch.isfinite(torch.as_tensor(norm)) or (scaler is not None and scaler.get_scale() >= 1):
+            self._bad_steps_in_a_row = 0  # an overflow under a large fp16 scale is how the scale is found
+            return norm
+        self.num_bad_steps += 1
+        self._bad_steps_in_a_row += 1
+        step = self.state.global_step + 1
+        logger.warning("Step %d: the gradient is not finite; the weights stay as they are.", step)
+        if scaler is None:
+            self.optimizer.zero_grad(set_to_none=True)  # AdamW leaves weights without a gradient alone
+        if self._bad_steps_in_a_row >= self.args.max_bad_steps:
+            raise RunStopped(
+                f"Loss or gradient were not finite in {self._bad_steps_in_a_row} steps in a row, the last one step"
+                f" {step}. No weight was changed by them. Lower `--learning_rate`, or look at the data of these steps;"
+                " the last checkpoint is still good."
+            )
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = {**logs, **self.meter.reduce()}
+            if self.num_bad_steps:
+                logs["num_bad_steps"] = self.num_bad_steps
+        if "train_loss" in logs:
+            self.meter.reduce()
+            logs["train_loss"] = self.meter.mean
+        super().log(logs, start_time)
+
+    # Validation: scores, not means of batches.
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """`{prefix}_loss` (nats a target over all rows and ranks), `{prefix}_perplexity`, counts, bits per byte."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        model = self._wrap_model(self.model, training=False)
+        if not self.is_in_train:
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        scores = score(
+            model,
+            rows,
+            batch_size=self.args.per_device_eval_batch_size,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            device=self.args.device,
+        )
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
+        metrics[f"{metric_key_prefix}_loss"] = scores["nats_per_token"]
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class OrderedLoader(DataLoader):
+    """A DataLoader whose batch sampler knows the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)
