@@ -1,0 +1,69 @@
+"""What every source of text looks like to the rest of the kit: shards that yield documents in a fixed order.
+
+Rows are numbered as they lie in a shard; documents that are empty or only whitespace are dropped after numbering, so a
+row's number never depends on what its neighbours hold, and readers can share a shard by strides.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file, or one part of a dataset.
+
+    `read(start, step)` yields the documents of rows `start, start + step, ...`, always in the same order; skipped rows
+    are not cleaned or decoded where that can be avoided.
+    """
+
+    name: str
+    read: Callable[[int, int], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A corpus of documents that can be pickled into workers.
+
+    `description` is one line for the user. `fingerprint` (hex) changes when the documents may have changed.
+    """
+
+    description: str
+    fingerprint: str
+    shards: tuple[Shard, ...]
+
+    def documents(self) -> Iterator[str]:
+        """Every document of every shard, in order."""
+        return chain.from_iterable(shard.read(0, 1) for shard in self.shards)
+
+    def take(self, max_documents: int) -> "Source":
+        """The first `max_documents` documents, in order, as one shard.
+
+        Raises:
+            ValueError: `max_documents` is not positive.
+        """
+        if max_documents < 1:
+            raise ValueError(f"`max_documents` must be at least 1, but is {max_documents}. Set `--max_documents`.")
+        shard = Shard(f"first {max_documents} documents", partial(_read_first, self.shards, max_documents))
+        return Source(
+            description=f"the first {max_documents:,} documents of {self.description}",
+            fingerprint=fingerprint(self.fingerprint, max_documents),
+            shards=(shard,),
+        )
+
+
+def fingerprint(*parts: object) -> str:
+    """32 hexadecimal digits that stand for the parts and their order."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def from_texts(texts: tuple[str, ...], start: int, step: int) -> Iterator[str]:
+    """`Shard.read` of documents held in memory: `Shard(name, partial(from_texts, texts))`."""
+    return (text for text in texts[start::step] if text.strip())
+
+
+def _read_first(shards: tuple[Shard, ...], count: int, start: int, step: int) -> Iterator[str]:
+    documents = chain.from_iterable(shard.read(0, 1) for shard in shards)
+    return islice(documents, start, count, step)

@@ -1,0 +1,55 @@
+"""Local files, globs and folders as a source."""
+
+from collections.abc import Sequence
+from glob import glob, has_magic
+from itertools import islice
+from pathlib import Path
+
+from tinylm.data.documents import Shard, Source, fingerprint
+from tinylm.data.file_formats import FileReader, format_of, is_known, known_names
+from tinylm.data.wikitext import CLEANING_VERSION
+
+
+def open_local_files(data_files: Sequence[str], text_column: str, document_separator: str | None) -> Source:
+    """One shard a file, in the order of `data_files`; within a glob or folder sorted by path.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: a file that cannot be read, or no document in any.
+    """
+    paths = list(dict.fromkeys(path for pattern in data_files for path in _matching(pattern)))
+    readers = [FileReader(path, text_column, document_separator) for path in paths]
+    if not any(any(islice(reader(0, 1), 1)) for reader in readers):
+        raise ValueError(f"No document in {_names(paths)}: empty, or only whitespace. Set `--data_files`.")
+    states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return Source(
+        description=f"{_names(paths)}, {sum(size for _, size, _ in states) / 1e6:,.1f} MB",
+        fingerprint=fingerprint(states, text_column, document_separator, CLEANING_VERSION),
+        shards=tuple(Shard(str(reader.path), reader) for reader in readers),
+    )
+
+
+def _matching(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        if not is_known(path):
+            raise ValueError(f"`{path}` has an ending that is not known. Files must end in {known_names()}.")
+        return [path]
+    if path.is_dir():
+        candidates = path.rglob("*")
+    elif has_magic(pattern):
+        candidates = map(Path, glob(str(path), recursive=True))
+    else:
+        raise FileNotFoundError(f"`{path}` does not exist. Set `--data_files` to files, globs or folders.")
+    found = sorted(candidate for candidate in candidates if candidate.is_file() and is_known(candidate))
+    if not found:
+        kind = "The folder" if path.is_dir() else "The glob"
+        raise FileNotFoundError(f"{kind} `{path}` holds no file that ends in {known_names()}. Set `--data_files`.")
+    return found
+
+
+def _names(paths: list[Path]) -> str:
+    if len(paths) == 1:
+        return f"`{paths[0]}`"
+    formats = ", ".join(sorted({format_of(path) for path in paths}))
+    return f"{len(paths):,} local files ({formats})"
