@@ -10,7 +10,6 @@ What differs from the stock Trainer, and why:
 """
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
 import torch

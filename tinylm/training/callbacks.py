@@ -1,0 +1,79 @@
+"""What a run says while it trains: a line of progress, and its `STATUS`."""
+
+import logging
+import math
+import time
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from .arguments import RunArguments
+from .run_record import write_status
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressLine(TrainerCallback):
+    """Step, loss, tokens/s over all ranks, learning rate, time left; a line for each validation."""
+
+    def on_train_begin(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self.began = self.logged_at = time.perf_counter()
+        self.first_step = state.global_step
+        self.tokens = 0
+
+    def on_log(self, args: RunArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs) -> None:
+        if not state.is_world_process_zero:
+            return
+        if "loss" in logs:
+            logger.info(self._line(state, logs))
+        elif "eval_loss" in logs:
+            logger.info(validation_line(state.global_step, logs))
+
+    def _line(self, state: TrainerState, logs: dict[str, float]) -> str:
+        now, done = time.perf_counter(), state.global_step - self.first_step
+        tokens = logs["num_tokens_read"]
+        speed = (tokens - self.tokens) / (now - self.logged_at)
+        left = (now - self.began) / max(done, 1) * (state.max_steps - state.global_step)
+        self.logged_at, self.tokens = now, tokens
+        width = len(str(state.max_steps))
+        return (
+            f"step {state.global_step:{width}}/{state.max_steps}  loss {logs['loss']:.4f}  {speed:,.0f} tokens/s"
+            f"  lr {logs['learning_rate']:.2e}  {_duration(left)} left"
+        )
+
+
+def validation_line(step: int, metrics: dict[str, float]) -> str:
+    """One validation in words."""
+    line = f"step {step}  validation: {metrics['eval_loss']:.4f} nats/token over {metrics['eval_num_tokens']:,} tokens"
+    bits = metrics.get("eval_bits_per_byte")
+    return line if bits is None else f"{line}, {bits:.4f} bits/byte"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(59.2), _duration(125), _duration(90_000)
+    ('1m00s', '2m05s', '1d01h')
+    """
+    minutes, seconds = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+
+
+class StatusFile(TrainerCallback):
+    """Keeps the run's `STATUS` true from the first step to the last."""
+
+    def on_train_begin(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self._write(args, state, "running")
+
+    def on_save(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self._write(args, state, "running")
+
+    def on_train_end(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self._write(args, state, "finished")
+
+    def _write(self, args: RunArguments, state: TrainerState, status: str) -> None:
+        if state.is_world_process_zero:
+            how = "" if status == "finished" else "the same command with --resume_from_checkpoint auto"
+            write_status(args.output_dir, status, state.global_step, how)

@@ -1,0 +1,95 @@
+"""What a run leaves about itself: `run.json` (how it was made) and `STATUS` (how it stands)."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from .launch import Launch
+
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "sentencepiece", "numpy")
+_SECRET = re.compile(r"(token|key|secret|password)", re.IGNORECASE)
+_TOKEN = re.compile(r"\b(hf_|sk-|ghp_)\w{8,}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes `text` beside `path` and renames it: a reader sees the old file or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def redact(words: Sequence[str]) -> list[str]:
+    """A command line without its secrets: values of flags named token, key, ... and anything that looks like one.
+
+    >>> redact(["train.py", "--hub_token", "hf_abcdefghijk", "--seed=1"])
+    ['train.py', '--hub_token', '***', '--seed=1']
+    """
+    shown, hide = [], False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        is_secret_flag = flag.startswith("--") and bool(_SECRET.search(flag)) and not flag.startswith("--tokenizer")
+        is_secret_flag = is_secret_flag and not flag.endswith("_tokens")
+        if hide and not word.startswith("--"):
+            word = "***"
+        elif is_secret_flag and equals:
+            word = f"{flag}=***"
+        hide = is_secret_flag and not equals
+        shown.append(_TOKEN.sub("***", word))
+    return shown
+
+
+def write_run_json(
+    output_dir: str, launch: Launch, *, precision: str, seed: int, data_source: str, parameters: dict[str, int]
+) -> None:
+    """`run.json`: what somebody needs to make this run again, and to believe its numbers.
+
+    Args:
+        parameters: counts, such as `{"total": 19831296, "trainable": 19831296}`.
+    """
+    record = {
+        "command": redact(sys.argv),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        "commit": _commit(),
+        **asdict(launch),
+        "hardware": _hardware(launch.device),
+        "precision": precision,
+        "seed": seed,
+        "data_source": data_source,
+        "parameters": parameters,
+    }
+    del record["rank"]
+    write_atomically(Path(output_dir, "run.json"), json.dumps(record, indent=2) + "\n")
+
+
+def write_status(output_dir: str, status: str, step: int, how_to_go_on: str = "") -> None:
+    """`STATUS`: one JSON object; `status` is running, interrupted, finished or failed."""
+    record = {"status": status, "step": step, "how_to_go_on": how_to_go_on}
+    write_atomically(Path(output_dir, "STATUS"), json.dumps(record) + "\n")
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package is imported from; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        name = match[1] if match else name
+    return f"{name}, {os.cpu_count()} cores"
