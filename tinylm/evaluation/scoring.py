@@ -192,7 +192,7 @@ def score(
     """
     sums = torch.zeros(3, dtype=torch.float64)  # nats, targets, targets whose nats are not finite
     autocasting = torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
-    with _evaluating(model), torch.no_grad(), autocasting:
+    with evaluation_mode(model), torch.no_grad(), autocasting:
         for taken, counts in _batches(rows, batch_size, rank, world_size):
             batch = {name: column.to(device) for name, column in collate(taken).items()}
             labels = batch.pop("labels")
@@ -255,7 +255,7 @@ def _batches(rows: LabelledRows, batch_size: int, rank: int, world_size: int) ->
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards each module is as it was, also where only some were training."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,0 +1,48 @@
+"""A tokenizer and a model small enough to build in every test that scores or writes."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+START, PAD = "<|start|>", "<|pad|>"
+
+
+def byte_tokenizer(**specials: str) -> PreTrainedTokenizerFast:
+    """One token a UTF-8 byte, and `specials` such as `eos_token` behind the 256."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **specials)
+
+
+def tiny_llama(vocab_size: int = 263, context: int = 37, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=28,
+        intermediate_size=31,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.2,  # far from uniform, so that rows differ in their loss
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tiny_gpt2(vocab_size: int = 263, context: int = 37, seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_embd=26,
+        n_layer=2,
+        n_head=2,
+        n_positions=context,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config).eval()
