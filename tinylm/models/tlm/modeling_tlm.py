@@ -38,11 +38,14 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
-    """Attention spelled out, for those who want the weights: `[B, T, H, D]` and the weights `[B, H, T, S]`."""
+    """Attention spelled out, for those who want the weights: `[B, T, H, D]` and the weights `[B, H, T, S]`.
+
+    The softmax of half-precision scores adds up in fp32 inside the kernel.
+    """
     scores = query @ key.transpose(-1, -2) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.softmax(dim=-1).to(value.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
 
@@ -192,18 +195,22 @@ class TLMModel(TLMPreTrainedModel):
     def _positions(
         self, inputs_embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """The given positions or counted ones, `[B or 1, T]`, all inside the table."""
-        num_tokens = inputs_embeds.shape[1]
+        """The given positions or counted ones, `[B or 1, T]`, inside the table.
+
+        Given positions are read on CPU only: elsewhere it would cost a synchronisation a step.
+        """
+        num_tokens, device = inputs_embeds.shape[1], inputs_embeds.device
         past = cache.get_seq_length() if cache is not None else 0  # a tensor in a static cache
         limit = self.config.max_position_embeddings
-        if position_ids is None and isinstance(past, int) and past + num_tokens > limit:
+        if position_ids is not None:
+            if device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.max() >= limit:
+                raise ValueError(_too_long(int(position_ids.max()) + 1, limit))
+            return position_ids
+        if isinstance(past, int) and past + num_tokens > limit:
             raise ValueError(_too_long(past + num_tokens, limit))
-        if position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
-            position_ids = attention_mask.long().cumsum(-1)[:, -num_tokens:] - 1
-            return position_ids.clamp(min=0)
-        if position_ids is None:
-            return (torch.arange(num_tokens, device=inputs_embeds.device) + past).unsqueeze(0)
-        return position_ids
+        if attention_mask is not None and attention_mask.ndim == 2:
+            return (attention_mask.long().cumsum(-1)[:, -num_tokens:] - 1).clamp(min=0)
+        return (torch.arange(num_tokens, device=device) + past).unsqueeze(0)
 
 
 def _too_long(num_tokens: int, limit: int) -> str:
