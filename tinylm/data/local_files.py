@@ -1,13 +1,19 @@
 """Local files, globs and folders as a source."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from glob import glob, has_magic
-from itertools import islice
 from pathlib import Path
 
 from tinylm.data.documents import Shard, Source, fingerprint
 from tinylm.data.file_formats import FileReader, format_of, is_known, known_names
 from tinylm.data.wikitext import CLEANING_VERSION
+
+logger = logging.getLogger(__name__)
+
+CHECKED_BYTES = 16 << 20
+"""Files of up to this size together are read to their end at opening (about a second): what is wrong in them ends the
+run before anything is built, and their documents are counted. Of the others, only the first document is read."""
 
 
 def open_local_files(data_files: Sequence[str], text_column: str, document_separator: str | None) -> Source:
@@ -19,14 +25,29 @@ def open_local_files(data_files: Sequence[str], text_column: str, document_separ
     """
     paths = list(dict.fromkeys(path for pattern in data_files for path in _matching(pattern)))
     readers = [FileReader(path, text_column, document_separator) for path in paths]
-    if not any(any(islice(reader(0, 1), 1)) for reader in readers):
-        raise ValueError(f"No document in {_names(paths)}: empty, or only whitespace. Set `--data_files`.")
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    total = sum(size for _, size, _ in states)
+    documents = sum(_check(reader, to_the_end=total <= CHECKED_BYTES) for reader in readers)
+    if not documents:
+        raise ValueError(f"There is no document in {_names(paths)}: only empty ones. Set `--data_files`.")
+    counted = f", {documents:,} document{'s' if documents > 1 else ''}" if total <= CHECKED_BYTES else ""
     return Source(
-        description=f"{_names(paths)}, {sum(size for _, size, _ in states) / 1e6:,.1f} MB",
+        description=f"{_names(paths)}, {total / 1e6:,.3g} MB{counted}",
         fingerprint=fingerprint(states, text_column, document_separator, CLEANING_VERSION),
         shards=tuple(Shard(str(reader.path), reader) for reader in readers),
     )
+
+
+def _check(reader: FileReader, *, to_the_end: bool) -> int:
+    """How many documents were seen: all, or at most one. Articles of a dump are not cleaned for that."""
+    seen = 0
+    for row in reader.rows(0, 1):
+        seen += bool(row.strip())
+        if seen and not to_the_end:
+            break
+    if not seen:
+        logger.warning("`%s` holds no document.", reader.path)
+    return seen
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -35,6 +56,7 @@ def _matching(pattern: str) -> list[Path]:
         if not is_known(path):
             raise ValueError(f"`{path}` has an ending that is not known. Files must end in {known_names()}.")
         return [path]
+    candidates: Iterable[Path]
     if path.is_dir():
         candidates = path.rglob("*")
     elif has_magic(pattern):

@@ -1,40 +1,49 @@
-"""MediaWiki dumps: pages as a stream, in constant memory.
+"""MediaWiki dumps: articles as a stream, in constant memory.
 
 Format: https://www.mediawiki.org/wiki/Help:Export. A page with several revisions counts with its last one.
 """
 
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 from xml.etree.ElementTree import Element, ParseError, iterparse
 
 
-def page_texts(dump: BinaryIO, path: str) -> Iterator[str | None]:
-    """One item a page: the wikitext of an article, None for a redirect or a page outside the article namespace.
+def pages(dump: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
+    """The wikitext of each article.
+
+    `counts` is kept up to date: "article", "redirect" (skipped), and "other" (skipped: talk, user, template pages...).
 
     Raises:
         ValueError: the XML is broken, or is not a MediaWiki dump.
     """
+    events = iterparse(dump, events=("start", "end"))
     try:
-        events = iterparse(dump, events=("start", "end"))
         _, root = next(events)
         if _local_name(root) != "mediawiki":
             raise ValueError(f"`{path}` is not a MediaWiki dump: its root element is `{_local_name(root)}`.")
         for event, element in events:
             if event == "end" and _local_name(element) == "page":
-                yield _article_text(element)
+                kind, text = _kind_and_text(element)
+                counts[kind] += 1
+                if kind == "article":
+                    yield text
                 root.clear()
     except ParseError as error:
-        raise ValueError(f"`{path}` is not a whole MediaWiki dump: {error}. Download it again.") from error
+        raise ValueError(f"`{path}` is not a whole MediaWiki dump: {error}. Fetch it again.") from error
 
 
 def _local_name(element: Element) -> str:
-    """The name without the dump version's XML namespace."""
+    """The name without the XML namespace, which changes with the dump's version."""
     return element.tag.rpartition("}")[2]
 
 
-def _article_text(page: Element) -> str | None:
+def _kind_and_text(page: Element) -> tuple[str, str]:
     fields = {_local_name(element): element for element in page.iter()}
-    if "redirect" in fields or ("ns" in fields and fields["ns"].text != "0"):
-        return None
     text = (fields["text"].text if "text" in fields else None) or ""
-    return None if text.lstrip()[:9].upper() == "#REDIRECT" else text
+    if "ns" in fields and fields["ns"].text != "0":
+        return "other", text
+    if "redirect" in fields or text.lstrip()[:9].upper() == "#REDIRECT":  # dumps before 2010 have only the text
+        return "redirect", text
+    return "article", text

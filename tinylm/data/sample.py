@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,16 +34,17 @@ def open_sample() -> Source:
     dump = _dump_path()
     digest = hashlib.sha256(dump.read_bytes()).hexdigest()[:16]
     cached = _cache_folder() / f"sample-{digest}-{CLEANING_VERSION}.parquet"
-    read = FileReader(cached, "text", None)
+    read: Callable[[int, int], Iterator[str]] = FileReader(cached)
     if not cached.exists():
-        texts = tuple(FileReader(dump, "text", None)(0, 1))
+        texts = tuple(FileReader(dump)(0, 1))
         try:
             _write_atomically(pa.table({"text": texts}), cached)
         except OSError as error:
             logger.info("The cleaned sample is kept in memory: `%s` cannot be written (%s).", cached, error)
             read = partial(from_texts, texts)
+    sizes = [len(text.encode()) for text in read(0, 1)]  # 30 ms
     return Source(
-        description="`sample`, an excerpt of English Wikipedia (106 articles, CC BY-SA)",
+        description=f"`sample`, {len(sizes)} articles of English Wikipedia, {sum(sizes) / 1e6:.2f} MB (CC BY-SA)",
         fingerprint=fingerprint("sample", digest, CLEANING_VERSION),
         shards=(Shard("sample", read),),
     )

@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 
 from tinylm.data.documents import Shard, Source
-from tinylm.data.hub import open_hub_dataset
 from tinylm.data.local_files import open_local_files
 from tinylm.data.sample import open_sample
 
@@ -55,5 +54,7 @@ def open_source(
     elif dataset_name == "sample":
         source = open_sample()
     else:
+        from tinylm.data.hub import open_hub_dataset  # importing `datasets` takes 2 s, which local text does not need
+
         source = open_hub_dataset(dataset_name, dataset_config_name, dataset_split, text_column)
     return source if max_documents is None else source.take(max_documents)
