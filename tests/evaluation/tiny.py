@@ -1,5 +1,7 @@
 """A tokenizer and a model small enough to build in every test that scores or writes."""
 
+from collections.abc import Sequence
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -7,11 +9,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 START, PAD = "<|start|>", "<|pad|>"
 
 
-def byte_tokenizer(**specials: str) -> PreTrainedTokenizerFast:
-    """One token a UTF-8 byte, and `specials` such as `eos_token` behind the 256."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_tokenizer(merges: Sequence[tuple[str, str]] = (), **specials: str) -> PreTrainedTokenizerFast:
+    """One token a UTF-8 byte, `merges` of them, and `specials` such as `eos_token` behind."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **specials)
 

@@ -15,7 +15,6 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -26,12 +25,12 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from tinylm.data.encoding import encode
 from tinylm.evaluation.metrics import BitsPerByte, NatsPerToken, Perplexity
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the label of a position that is no target, as everywhere in PyTorch and transformers
-_TEXTS_AT_ONCE = 64
 _BATCHES_SORTED_AT_ONCE = 64
 _SLICE_ELEMENTS = 2**24  # logits that the cross-entropy holds in fp32 at a time: 64 MiB
 
@@ -59,25 +58,24 @@ def scoring_start_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
-    """`(token_ids, num_bytes)` of each text, for `scoring_rows`; the texts are read 64 at a time.
+    """`(token_ids, num_bytes)` of each text, for `scoring_rows`; the texts are read as they are needed.
 
     Reserved strings such as `</s>` in a text are ordinary text, and no special is added. `num_bytes` is the length of
     the raw text in UTF-8; without a start token it leaves out the characters of the first token, which is no target.
     """
-    skips_first = scoring_start_id(tokenizer) is None
-    texts = iter(texts)
-    while batch := list(islice(texts, _TEXTS_AT_ONCE)):
-        encoded = tokenizer(
-            batch,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_offsets_mapping=skips_first,
-            verbose=False,  # a document is longer than the context as a rule, and is cut later
-        )
-        for number, (text, token_ids) in enumerate(zip(batch, encoded["input_ids"], strict=True)):
-            first_target = encoded["offset_mapping"][number][0][1] if skips_first and token_ids else 0
-            yield token_ids, len(text[first_target:].encode())
+    start_id = scoring_start_id(tokenizer)
+    for batch, token_lists in encode(tokenizer, texts):
+        for text, token_ids in zip(batch, token_lists, strict=True):
+            skipped = _end_of_first_token(tokenizer, text) if start_id is None and token_ids else 0
+            yield token_ids, len(text[skipped:].encode())
+
+
+def _end_of_first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """How many characters of the text its first token reaches over."""
+    encoded = tokenizer(
+        text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+    )
+    return encoded["offset_mapping"][0][1]
 
 
 class ScoringRows(Dataset):
