@@ -72,6 +72,11 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id: `len(tokenizer)`, unless its ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
 def check_tokenizer_matches(model_vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that could hand the model an id beyond its embedding.
 
@@ -80,8 +85,7 @@ def check_tokenizer_matches(model_vocab_size: int, tokenizer: PreTrainedTokenize
     Raises:
         ValueError: the tokenizer has more tokens than the model has rows.
     """
-    largest = max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps: `len(tokenizer)` is not enough
-    vocab_size = max(len(tokenizer), largest + 1)
+    vocab_size = vocabulary_size(tokenizer)
     if vocab_size > model_vocab_size:
         raise ValueError(
             f"The model's vocabulary must hold every token of the tokenizer: the model has `vocab_size` "
