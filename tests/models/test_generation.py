@@ -140,13 +140,13 @@ def test_a_static_cache_writes_the_same_text(architecture: Architecture) -> None
 
 @everywhere
 def test_the_text_generation_pipeline_writes(architecture: Architecture) -> None:
-    words = {f"w{index}": index for index in range(architecture.config.vocab_size)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    words = {f"w{index}": index for index in range(3, architecture.config.vocab_size)}
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **words}, unk_token="w3"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", bos_token="w1", eos_token="w2")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     model = architecture.build()
     writer = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    (written,) = writer("w5 w7 w11", **options)
+    (written,) = writer("w5 w7 w11", max_new_tokens=4, do_sample=False, eos_token_id=None)
     expected = greedy_by_hand(model, torch.tensor([[5, 7, 11]]), 4)[0]
-    assert written["generated_text"].split()[3:] == [f"w{token}" for token in expected[3:].tolist()]
+    assert written["generated_text"] == "w5 w7 w11" + tokenizer.decode(expected[3:])

@@ -77,7 +77,7 @@ class TLMConfig(PreTrainedConfig):
         for key, value in keys.items():
             if key in known or key.startswith("_"):
                 continue
-            nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0)[0]
+            nearest = difflib.get_close_matches(key, list(TLMConfig.__annotations__), n=1, cutoff=0)[0]
             raise ValueError(
                 f"`{type(self).__name__}` has no field `{key}` (it came with the value {value!r}). "
                 f"Did you mean `{nearest}`? Rename the key or remove it from config.json."
