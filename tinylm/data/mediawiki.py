@@ -42,8 +42,8 @@ def _local_name(element: Element) -> str:
 def _kind_and_text(page: Element) -> tuple[str, str]:
     fields = {_local_name(element): element for element in page.iter()}
     text = (fields["text"].text if "text" in fields else None) or ""
-    if "ns" in fields and fields["ns"].text != "0":
-        return "other", text
     if "redirect" in fields or text.lstrip()[:9].upper() == "#REDIRECT":  # dumps before 2010 have only the text
         return "redirect", text
+    if "ns" in fields and fields["ns"].text != "0":
+        return "other", text
     return "article", text

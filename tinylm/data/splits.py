@@ -7,7 +7,7 @@ number of shards or ranks. A source of few documents is cut once instead, near i
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 
 from tinylm.data.documents import Shard, Source, fingerprint, from_texts
 
@@ -61,39 +61,40 @@ def _few_documents(source: Source) -> tuple[str, ...] | None:
 def _cut(documents: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Both parts: the bytes of all documents in a row, cut near 90 %."""
     encoded = [document.encode() for document in documents]
-    total = sum(map(len, encoded))
-    target = total * 9 // 10
-    index = before = 0
-    while index < len(encoded) - 1 and before + len(encoded[index]) <= target:
-        before += len(encoded[index])
-        index += 1
-    position = _paragraph_near(encoded[index], target - before, total // 10)
-    head, tail = encoded[index][:position].decode(), encoded[index][position:].decode()
-    training = tuple(text for text in (*documents[:index], head) if text.strip())
-    validation = tuple(text for text in (tail, *documents[index + 1 :]) if text.strip())
+    edges = [0, *accumulate(map(len, encoded))]
+    text = b"".join(encoded)
+    cut = _paragraph_near_its_end(text, edges)
+    parts: tuple[list[str], list[str]] = ([], [])
+    for start, end in pairwise(edges):
+        parts[0].append(text[start : min(end, max(start, cut))].decode())
+        parts[1].append(text[max(start, min(end, cut)) : end].decode())
+    training, validation = (tuple(piece for piece in part if piece.strip()) for part in parts)
     if not training or not validation:
         raise ValueError(
-            f"The text is too short to hold out a validation part: {len(documents)} document(s), {total} bytes. "
+            f"The text is too short to hold out a validation part: {len(documents)} document(s), {len(text)} bytes. "
             "Give more text."
         )
     return training, validation
 
 
-def _paragraph_near(text: bytes, target: int, reach: int) -> int:
-    """The byte nearest to `target` at which a paragraph starts; without one in reach, a line, a word, a character.
+def _paragraph_near_its_end(text: bytes, edges: list[int]) -> int:
+    """The byte nearest to 90 % at which a document or a paragraph starts; else a line, a word, a character.
 
-    A cut farther than `reach` bytes before the target, or half of it behind, would make the parts lopsided.
+    Only paragraphs, lines and words that start between 80 % and 95 % are taken: others would make the parts lopsided.
     """
-    first, last = max(target - reach, 0), min(target + reach // 2, len(text))
+    target = len(text) * 9 // 10
+    first_visible, last_visible = len(text) - len(text.lstrip()), len(text.rstrip()) - 1
+    first = max(len(text) * 8 // 10, first_visible + 1)
+    last = min(len(text) * 95 // 100, last_visible)
     for separator in (b"\n\n", b"\n", b" "):
-        cuts = [0, len(text)] if separator == b"\n\n" else []  # a document's own edges
-        found = text.find(separator, first)
-        while found != -1 and found + len(separator) <= last:
+        cuts = [edge for edge in edges if first <= edge <= last]
+        found = text.find(separator, first, last)
+        while found != -1:
             cuts.append(found + len(separator))
-            found = text.find(separator, found + 1)
-        cuts = [cut for cut in cuts if first <= cut <= last and text[:cut].strip() and text[cut:].strip()]
+            found = text.find(separator, found + 1, last)
         if cuts:
             return min(cuts, key=lambda cut: abs(cut - target))
-    while 0 < target < len(text) and text[target] & 0xC0 == 0x80:  # inside a UTF-8 character
-        target -= 1
-    return target
+    cut = max(min(target, last_visible), first_visible + 1)
+    while 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a character
+        cut -= 1
+    return cut

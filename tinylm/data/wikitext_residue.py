@@ -50,14 +50,19 @@ def mend(text: str, verbatim: list[str]) -> str:
         text = pattern.sub(replacement, text)
     text = _without_empty_sections(text)
     text = _VERBATIM.sub(lambda match: _pulled_apart(verbatim[int(match[1])]), text)
-    return re.sub(r"\n{3,}", "\n\n", text).strip()
+    text = re.sub(r"\n{3,}", "\n\n", text)
+    text = re.sub(r"^(- .*)\n\n(?=- )", r"\1\n", text, flags=re.MULTILINE)
+    return _without_halves(text).strip()  # mending may have brought two halves together
 
 
 def _without_tokens(text: str) -> str:
-    """Without templates and links that the parser did not see as such, and without their halves."""
+    """Without templates and without the brackets of links that the parser did not see as such."""
     while (shorter := _INNER_TEMPLATE.sub("", text)) != text:
         text = shorter
-    text = _INNER_LINK.sub(lambda match: match[1].rpartition("|")[2], text)
+    return _without_halves(_INNER_LINK.sub(lambda match: match[1].rpartition("|")[2], text))
+
+
+def _without_halves(text: str) -> str:
     while (shorter := _TOKENS.sub("", text)) != text:
         text = shorter
     return text
