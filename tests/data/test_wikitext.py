@@ -54,6 +54,7 @@ def test_no_markup_is_left_of_any_string(wikitext: str) -> None:
         ),
         ("<math>x_{{n}} = [[a]]</math> and <code>a[b[0]] {{</code>", "x_{ {n} } = [ [a] ] and a[b[0] ] { {"),
         ("a {{ b", "a b"),
+        ("{(){ b", "b"),
         ("__NOTOC__a", "a"),
     ],
 )

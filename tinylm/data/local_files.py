@@ -23,9 +23,10 @@ def open_local_files(data_files: Sequence[str], text_column: str, document_separ
         FileNotFoundError: nothing there.
         ValueError: a file that cannot be read, or no document in any.
     """
-    paths = list(dict.fromkeys(path for pattern in data_files for path in _matching(pattern)))
+    paths = list({path.resolve(): path for pattern in data_files for path in _matching(pattern)}.values())
     readers = [FileReader(path, text_column, document_separator) for path in paths]
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    cleaning = CLEANING_VERSION if any(format_of(path) == ".xml" for path in paths) else None
     total = sum(size for _, size, _ in states)
     documents = sum(_check(reader, to_the_end=total <= CHECKED_BYTES) for reader in readers)
     if not documents:
@@ -33,7 +34,7 @@ def open_local_files(data_files: Sequence[str], text_column: str, document_separ
     counted = f", {documents:,} document{'s' if documents > 1 else ''}" if total <= CHECKED_BYTES else ""
     return Source(
         description=f"{_names(paths)}, {total / 1e6:,.3g} MB{counted}",
-        fingerprint=fingerprint(states, text_column, document_separator, CLEANING_VERSION),
+        fingerprint=fingerprint(states, text_column, document_separator, cleaning),
         shards=tuple(Shard(str(reader.path), reader) for reader in readers),
     )
 
