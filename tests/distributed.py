@@ -2,8 +2,9 @@
 
     results = run_on_ranks("tests.training.test_trainer", "two_rank_checks", world_size=2, payload={"steps": 3})
 
-The function takes `(rank: int, world_size: int, payload: dict)`, runs inside an initialised group, and returns something
-that pickles; `results[rank]` is what it returned. An exception on any rank fails the call with that rank's output.
+The function takes `(rank: int, world_size: int, payload: dict)`, runs inside an initialised group, and returns
+something that pickles; `results[rank]` is what it returned. An exception on any rank fails the call with that
+rank's output.
 Starting ranks costs 5 to 8 seconds: let one function check several things.
 """
 
@@ -33,7 +34,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "payload").write_bytes(pickle.dumps(payload or {}))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-        command += [str(Path(__file__)), module, function, folder]
+        command += ["--module", "tests.distributed", module, function, folder]  # as a file, tests/ would lead sys.path
         environment = {**rank_environment(), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
@@ -56,5 +57,4 @@ def _main(module: str, function: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     _main(*sys.argv[1:])

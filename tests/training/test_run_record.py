@@ -1,0 +1,85 @@
+"""run.json, STATUS and the lines that a run prints."""
+
+import doctest
+import json
+
+import pytest
+
+from tinylm.training import callbacks, run_record
+from tinylm.training.launch import Launch
+from tinylm.training.run_record import redact, write_run_json, write_status
+from tinylm.training.trackers import prepare_trackers
+
+LAUNCH = Launch(rank=0, world_size=2, backend="gloo", engine="ddp", device="cpu", threads=1)
+
+
+@pytest.mark.parametrize("module", [run_record, callbacks])
+def test_the_examples_in_the_docstrings_hold(module):
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--hub_token=hf_abcdefghij"], ["--hub_token=***"]),
+        (["--hub_token", "abc", "--seed", "1"], ["--hub_token", "***", "--seed", "1"]),
+        (["--run_name", "see hf_abcdefghij"], ["--run_name", "see ***"]),
+        (
+            ["--max_tokens", "5", "--tokenizer_name_or_path", "x"],
+            ["--max_tokens", "5", "--tokenizer_name_or_path", "x"],
+        ),
+    ],
+)
+def test_secrets_do_not_reach_the_recorded_command(words, shown):
+    assert redact(words) == shown
+
+
+def test_run_json_says_how_the_run_was_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pretrain.py", "--hub_token", "hf_abcdefghij"])
+    parameters = {"total": 17, "trainable": 5}
+    write_run_json(str(tmp_path), LAUNCH, precision="bf16", seed=3, data_source="a text", parameters=parameters)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["command"] == ["pretrain.py", "--hub_token", "***"]
+    expected = {"world_size": 2, "backend": "gloo", "engine": "ddp", "device": "cpu", "threads": 1}
+    assert expected.items() <= record.items()
+    assert (record["precision"], record["seed"], record["data_source"]) == ("bf16", 3, "a text")
+    assert record["parameters"] == parameters
+    assert "torch" in record["versions"]
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json"}
+
+
+def test_status_is_one_json_object(tmp_path):
+    write_status(str(tmp_path), "running", 7, "go on like this")
+    assert json.loads((tmp_path / "STATUS").read_text()) == {
+        "status": "running",
+        "step": 7,
+        "how_to_go_on": "go on like this",
+    }
+
+
+@pytest.fixture
+def wandb_environment(monkeypatch, tmp_path):
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return monkeypatch
+
+
+def test_wandb_without_a_key_logs_offline_and_says_so(wandb_environment, caplog, tmp_path):
+    """Case E11."""
+    caplog.set_level("INFO", logger="tinylm")
+    prepare_trackers(["wandb"], str(tmp_path))
+    assert run_record.os.environ["WANDB_MODE"] == "offline"
+    assert "logs offline" in caplog.text
+
+
+def test_wandb_with_a_key_stays_online(wandb_environment, tmp_path):
+    wandb_environment.setenv("WANDB_API_KEY", "0" * 40)
+    prepare_trackers(["wandb"], str(tmp_path))
+    assert "WANDB_MODE" not in run_record.os.environ
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path):
+    with pytest.raises(ImportError, match="pip install trackio"):
+        prepare_trackers(["trackio"], str(tmp_path))
