@@ -133,8 +133,10 @@ def _differences(there: dict, asked: dict) -> list[str]:
 
 
 def _begin(folder: Path, settings: dict, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes the folder say what it is, and puts the tokenizer in."""
+    """Makes the folder say what it is, puts the tokenizer in, and takes out what a killed run left half-written."""
     folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob("part-*.partial"):
+        shutil.rmtree(left_over)
     write_json(folder / "unfinished.json", settings)
     if (folder / "tokenizer").exists():
         return
@@ -206,4 +208,4 @@ def _written(write: Callable[[Part], None], parts: list[Part], num_proc: int) ->
                 "parts that are finished stay, and the same command goes on with them."
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)

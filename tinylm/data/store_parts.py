@@ -41,15 +41,18 @@ def write_part(folder: Path, tokenizer: PreTrainedTokenizerBase, share: int | No
     """
     dtype = token_dtype(vocabulary_size(tokenizer))
     with writing_to(folder):
-        beside = empty_folder(folder / f"{part.name}.partial")
+        # The process id keeps a worker apart that outlived its run, killed in the middle.
+        beside = empty_folder(folder / f"{part.name}-{os.getpid()}.partial")
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, beside, ignore_errors=True)  # a full disk needs the room
         writers = {split: stack.enter_context(_SplitWriter(beside, split, dtype)) for split in SPLITS}
         for split, token_ids, num_bytes, place in _documents(part, tokenizer, share):
             with writing_to(folder):
                 writers[split].add(token_ids, num_bytes, place)
         with writing_to(folder):
             write_json(beside / "counts.json", {split: writers[split].finish() for split in SPLITS})
-            beside.rename(folder / part.name)
+            if not (folder / part.name).exists():
+                beside.rename(folder / part.name)
 
 
 def _documents(
