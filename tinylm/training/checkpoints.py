@@ -3,12 +3,13 @@
 import json
 import logging
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
             )
         return resume_from_checkpoint
     if resume_from_checkpoint is None:
-        if (folder.is_dir() and any(folder.glob("checkpoint-*"))) or (folder / "run.json").exists():
+        if any(folder.glob("checkpoint-*")) or (folder / "run.json").exists():
             raise FileExistsError(
                 f"`{output_dir}` holds another run, which is never overwritten. Set `--resume_from_checkpoint auto`"
                 " to go on with it, or another `--output_dir`."
@@ -79,6 +80,26 @@ def find_fault(checkpoint: Path) -> str | None:
     except (ValueError, SafetensorError) as error:
         return f"it is damaged ({error})"
     return None
+
+
+def check_space(output_dir: str, config: PreTrainedConfig) -> None:
+    """Refuses a run whose model, with one checkpoint (weights and AdamW's two moments, fp32), does not fit the disk.
+
+    Raises:
+        OSError: too little space; both numbers are named.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    needed = 4 * 4 * sum(weight.numel() for weight in model.parameters())
+    folder = Path(output_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"A run keeps its model and at least one checkpoint, {needed / 1e6:,.0f} MB; `{output_dir}` has"
+            f" {free / 1e6:,.0f} MB of space left. Free some, or set `--output_dir`."
+        )
 
 
 def check_saving(model: PreTrainedModel, output_dir: str) -> None:

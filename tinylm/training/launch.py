@@ -15,6 +15,7 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
+import transformers
 import yaml
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ def show_progress_of_rank_zero() -> None:
 def run_recipe(main: Callable[[], None]) -> None:
     """Runs a recipe's `main`; wrong input becomes one paragraph and exit code 2, unless `--traceback` is given."""
     show_progress_of_rank_zero()
+    transformers.utils.logging.disable_progress_bar()  # a bar a saved file says nothing, and fills log files
     with_traceback = "--traceback" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--traceback"]
     try:

@@ -11,21 +11,29 @@ What differs from the stock Trainer, and why:
 
 import logging
 from functools import partial
+from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer
+from transformers import PrinterCallback, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import seed_worker
 
 from tinylm.data.order import GlobalBatches
 from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
+from .callbacks import ProgressLine, StatusFile
 from .launch import RunStopped, sum_over_ranks
 from .stream_loader import StreamLoader
+from .trackers import prepare_trackers
 
 logger = logging.getLogger(__name__)
+
+
+_ENGINES = {DistributedType.NO: "none", DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "deepspeed"}
 
 
 class LossMeter:
@@ -77,11 +85,20 @@ class LanguageModelTrainer(Trainer):
 
     args: RunArguments
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, args: RunArguments, **kwargs) -> None:
+        prepare_trackers(args.report_to, args.output_dir)
+        super().__init__(args=args, **kwargs)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(ProgressLine)
+        self.add_callback(StatusFile)
         self.meter = LossMeter(self.args.device)
         self.num_bad_steps = 0  # in all
         self._bad_steps_in_a_row = 0
+
+    @property
+    def engine(self) -> str:
+        """What really exchanges gradients: none, ddp, fsdp2 or deepspeed."""
+        return _ENGINES.get(self.accelerator.distributed_type, "ddp")
 
     # Data: our own order and sharding, so accelerate must not shard again.
 
@@ -147,6 +164,11 @@ class LanguageModelTrainer(Trainer):
             self.meter.reduce()
             logs["train_loss"] = self.meter.mean
         super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """As in the Trainer, without the pickle of all arguments, which would hold a token if one was given."""
+        super()._save(output_dir, state_dict)
+        Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink()
 
     # Validation: scores, not means of batches.
 

@@ -1,0 +1,55 @@
+"""Pretrain a causal language model from nothing: any architecture that a config.json names, on any text.
+
+accelerate launch recipes/pretrain_tlm.py                                  # full Wikipedia, streamed from the Hub
+accelerate launch recipes/pretrain_tlm.py --config recipes/configs/pretrain_tlm/demo.yaml
+"""
+
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, set_seed
+
+import tinylm.models  # noqa: F401  (registers the Auto classes)
+from tinylm.generation import generate_text
+from tinylm.publish.cards import write_card
+from tinylm.training.arguments import DataArguments, ModelArguments, RunArguments, parse_arguments
+from tinylm.training.checkpoints import check_space, checkpoint_to_resume
+from tinylm.training.corpus import load_config, open_corpus
+from tinylm.training.launch import run_recipe, start
+from tinylm.training.run_folder import begin_run, finish_run
+from tinylm.training.trainer import LanguageModelTrainer
+
+DEFAULT_RUN = Path(__file__).parent / "configs" / "pretrain_tlm" / "wikipedia.yaml"
+
+
+def main() -> None:
+    run, data, model_args = parse_arguments((RunArguments, DataArguments, ModelArguments), default_config=DEFAULT_RUN)
+    launch = start(run.device, run.num_threads)
+    checkpoint = checkpoint_to_resume(run.output_dir, run.resume_from_checkpoint)
+    config = load_config(model_args.config_name)
+    check_space(run.output_dir, config)
+    corpus = open_corpus(data, run, config, model_args.tokenizer_name_or_path)
+
+    set_seed(run.seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=model_args.attn_implementation)
+    model.train()
+    trainer = LanguageModelTrainer(
+        model=model,
+        args=run,
+        train_dataset=corpus.train_dataset,
+        eval_dataset=corpus.eval_rows,
+        data_collator=corpus.collate,
+        processing_class=corpus.tokenizer,
+    )
+    begin_run(trainer, launch, corpus.description)
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    finish_run(trainer, result.metrics)
+    if trainer.is_world_process_zero():
+        write_card(run.output_dir)
+        for text in generate_text(
+            trainer.model, corpus.tokenizer, run.sample_prompts, max_new_tokens=60, seed=run.seed
+        ):
+            print(f"--- sample\n{text}")
+
+
+if __name__ == "__main__":
+    run_recipe(main)

@@ -1,0 +1,63 @@
+"""A run's folder, before the first step and after the last: records, model, tokenizer, results and their chart."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from .checkpoints import check_saving
+from .curves import draw_loss_curves
+from .launch import Launch, check_engine
+from .run_record import write_atomically, write_run_json
+from .trainer import LanguageModelTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def begin_run(trainer: LanguageModelTrainer, launch: Launch, data_source: str) -> None:
+    """Says how the run is made, and tries what only shows after hours otherwise: the engine, and saving.
+
+    Every rank has to call it; rank 0 writes.
+    """
+    check_engine(launch.engine, trainer.engine)
+    counts = {
+        "total": sum(weight.numel() for weight in trainer.model.parameters()),
+        "trainable": sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad),
+    }
+    logger.info("Run: %s, %s; %s parameters", launch.describe(), trainer.args.precision, f"{counts['total']:,}")
+    if trainer.is_world_process_zero():
+        check_saving(trainer.model, trainer.args.output_dir)
+        write_run_json(
+            trainer.args.output_dir,
+            launch,
+            precision=trainer.args.precision,
+            seed=trainer.args.seed,
+            data_source=data_source,
+            parameters=counts,
+        )
+
+
+def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -> dict[str, float]:
+    """Validates, then saves model, tokenizer, `all_results.json`, `trainer_state.json`, `loss.png`; gives the results.
+
+    Every rank has to call it; rank 0 writes.
+    """
+    metrics = {**train_metrics, **trainer.meter.total, **trainer.evaluate()}
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        folder = Path(trainer.args.output_dir)
+        save_tokenizer(trainer.processing_class, folder)
+        trainer.state.save_to_json(str(folder / "trainer_state.json"))
+        write_atomically(folder / "all_results.json", json.dumps(metrics, indent=2, sort_keys=True) + "\n")
+        draw_loss_curves(trainer.state.log_history, folder / "loss.png")
+    return metrics
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Saves a tokenizer, with the SentencePiece model that it was converted from where there is one."""
+    tokenizer.save_pretrained(folder)
+    model = Path(tokenizer.name_or_path, "tokenizer.model")
+    if model.is_file() and model.resolve() != (folder / "tokenizer.model").resolve():
+        shutil.copyfile(model, folder / "tokenizer.model")
