@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.data.tiny import EOS, numbered_documents, running_text, source_of, tokenizer_with_eos
 from tests.evaluation.tiny import byte_tokenizer
+from tinylm.data import encoding
 from tinylm.data.documents import Shard, Source
 from tinylm.data.order import usable_workers
 from tinylm.data.packing import PackedStream, Reader, pack, positions_in_documents
@@ -181,10 +182,16 @@ def test_reserved_strings_in_a_document_are_ordinary_text() -> None:
     assert TOKENIZER("</s>")["input_ids"] == [EOS], "the tokenizer's own habit is another one"
 
 
-def test_documents_longer_than_the_models_context_are_no_reason_for_a_warning(capfd: pytest.CaptureFixture) -> None:
-    tokenizer = tokenizer_with_eos(model_max_length=16)
-    list(PackedStream(source_of(["a" * 100]), tokenizer, block_size=10))
-    assert "sequence length" not in capfd.readouterr().err
+def test_documents_longer_than_the_models_context_are_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)  # it does not propagate
+    try:
+        list(PackedStream(source_of(["a" * 100]), tokenizer_with_eos(model_max_length=16), block_size=10))
+        assert "sequence length" not in caplog.text
+        tokenizer_with_eos(model_max_length=16)("a" * 100)
+        assert "sequence length" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 def test_a_tokenizer_without_eos_is_refused() -> None:
@@ -206,7 +213,10 @@ def test_what_is_wrong_with_a_source_reaches_the_user(num_workers: int) -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("stop", [0, 1, 13, 30])
-def test_a_readers_attributes_are_all_it_needs_to_go_on(stop: int, packing: bool) -> None:
+def test_a_readers_attributes_are_all_it_needs_to_go_on(
+    stop: int, packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_CHARACTERS_AT_ONCE", 60)  # a few documents, so that it stops within a shard
     shards = [numbered_documents(30, length=13), numbered_documents(30, length=27, first=30)]
     stream = stream_of(source_of(*shards), shuffle_window=8, packing=packing, max_tokens=1000)
     reader, successor = Reader(stream, 0, 1), Reader(stream, 0, 1)

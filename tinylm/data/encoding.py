@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
@@ -50,15 +49,6 @@ def _batch(documents: Iterator[str]) -> list[str]:
         batch.append(document)
         num_characters += len(document)
     return batch
-
-
-def encode_on_one_thread() -> None:
-    """Keep `tokenizers` from starting threads of its own, unless `TOKENIZERS_PARALLELISM` says otherwise.
-
-    Readers are processes already. Threads that were started before a DataLoader forks are missing in its workers, which
-    the library answers with a warning a worker.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from tinylm.data.documents import Source
-from tinylm.data.encoding import document_start_id, encode, encode_on_one_thread
+from tinylm.data.encoding import document_start_id, encode
 from tinylm.data.order import assign_shards, shuffled
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,6 @@ class PackedStream(IterableDataset):
         self.eos_token_id = document_start_id(tokenizer)
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that outlive an epoch see it too
         self.share_of_tokens(world_size)
-        encode_on_one_thread()
 
     @property
     def epoch(self) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tinylm.data.documents import Source
-from tinylm.data.encoding import document_start_id, encode_on_one_thread, tokenizer_hash, vocabulary_size
+from tinylm.data.encoding import document_start_id, tokenizer_hash, vocabulary_size
 from tinylm.data.splits import FEWEST_DOCUMENTS, training_part, validation_part
 from tinylm.data.store_parts import Part, empty_folder, write_json, write_part, writing_to
 from tinylm.data.token_store import FORMAT, SPLITS, Counts, TokenStore, read_json
@@ -66,7 +66,6 @@ def write_store(
         "max_tokens": max_tokens,
         "num_parts": len(parts),
     }
-    encode_on_one_thread()
     with writing_to(folder):
         if _is_finished(folder, settings):
             logger.info("`%s` is prepared already, from the same source, tokenizer and settings.", folder)
