@@ -111,7 +111,7 @@ def test_generation_stops_at_the_end_of_text(architecture: Architecture) -> None
     assert generated.shape[1] <= 5 + 4
 
 
-@everywhere
+@with_cache  # without one, the library forgets the embeddings after the first token
 @torch.no_grad()
 def test_generation_can_start_from_embeddings(architecture: Architecture) -> None:
     model, tokens = architecture.build(), architecture.tokens(1, 5)
