@@ -28,7 +28,7 @@ def main() -> None:
     device = PartialState(cpu=use_cpu).device
     launch = start(device, args.num_threads)
     precision = resolve_precision(args.precision, use_cpu=use_cpu)
-    output_file = output_path(args)
+    output_file = checked_output_file(args)
 
     config = pretrained_config(args.model_name_or_path)
     context = checked_block_size(data.block_size, config)
@@ -57,10 +57,15 @@ def main() -> None:
         print(f"Written to {output_file}")
 
 
-def output_path(args: EvaluateArguments) -> Path:
-    """Where the scores go, checked before any work is done."""
+def checked_output_file(args: EvaluateArguments) -> Path:
+    """Where the scores go; refuses, before any work is done, what `args` cannot ask for."""
     if args.eval_split not in ("all", "validation"):
         raise ValueError(f"`eval_split` is `all` or `validation`, not `{args.eval_split}`. Set `--eval_split`.")
+    if args.per_device_eval_batch_size < 1:
+        raise ValueError(
+            f"A batch holds at least one window; `per_device_eval_batch_size` is {args.per_device_eval_batch_size}. "
+            "Set `--per_device_eval_batch_size`."
+        )
     in_model = Path(args.model_name_or_path, "evaluation.json")
     path = Path(args.output_file) if args.output_file else in_model if in_model.parent.is_dir() else Path(in_model.name)
     if path.is_dir() or not path.absolute().parent.is_dir():

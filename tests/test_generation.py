@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.evaluation.tiny import START, byte_tokenizer, tiny_gpt2, tiny_llama
+from tests.evaluation.tiny import START, byte_tokenizer, tiny_gpt2, tiny_llama, tiny_tlm
 from tinylm.generation import generate_text
 
 PROMPTS = ["", "ab", "a longer prompt"]
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_tlm])
 def test_a_batch_of_prompts_of_different_lengths_writes_what_each_prompt_alone_does(build: object) -> None:
     model, tokenizer = build(), byte_tokenizer(eos_token=START)
     together = generate_text(model, tokenizer, PROMPTS, max_new_tokens=11, temperature=0)

@@ -15,7 +15,7 @@ from tests.distributed import run_on_ranks
 from tinylm.evaluation import scoring
 from tinylm.evaluation.scoring import ScoringRows, encode_documents, pad_rows, score, scoring_rows, scoring_start_id
 
-from .tiny import PAD, START, byte_tokenizer, tiny_gpt2, tiny_llama
+from .tiny import PAD, START, byte_tokenizer, tiny_gpt2, tiny_llama, tiny_tlm
 
 CPU = torch.device("cpu")
 Rows = list[dict[str, torch.Tensor]]
@@ -164,7 +164,7 @@ def test_bits_per_byte_of_spaces_emoji_and_tabs_are_those_of_the_raw_text() -> N
 # Scores
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_tlm])
 def test_the_score_is_the_models_own_loss_and_that_worked_out_by_hand(build: object) -> None:
     """Case L3."""
     model, rows = build(), uneven_rows()
@@ -194,6 +194,27 @@ def test_padding_repeats_the_last_column_and_adds_no_target() -> None:
     batch = pad_rows([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [8, 9, -100]]
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_tlm])
+def test_documents_packed_into_a_row_stay_apart_by_their_positions_also_when_padded(build: object) -> None:
+    first, second, longer = list(range(3, 10)), list(range(20, 33)), list(range(40, 70))
+    model = build()
+
+    def row(*documents: list[int]) -> dict[str, list[int]]:
+        labels = [label for ids in documents for label in [-100, *ids[1:]]]
+        positions = [position for ids in documents for position in range(len(ids))]
+        return {"input_ids": [token for ids in documents for token in ids], "labels": labels, "position_ids": positions}
+
+    def nats_per_token(*rows: dict[str, list[int]]) -> float:
+        return score(model, rows, batch_size=len(rows), device=CPU)["nats_per_token"]
+
+    apart = nats_per_token(row(first), row(second), row(longer))
+    packed = [row(first, second), row(longer)]
+    assert nats_per_token(*packed) == pytest.approx(apart, rel=1e-6)
+    for one in packed:
+        del one["position_ids"]
+    assert nats_per_token(*packed) != pytest.approx(apart, rel=1e-3)  # without positions they run into each other
 
 
 def test_rows_without_bytes_have_no_bits_per_byte_and_only_their_labels_count() -> None:

@@ -6,6 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tinylm.models import TLMConfig, TLMForCausalLM
+
 START, PAD = "<|start|>", "<|pad|>"
 
 
@@ -48,3 +50,18 @@ def tiny_gpt2(vocab_size: int = 263, context: int = 37, seed: int = 0) -> GPT2LM
         eos_token_id=None,
     )
     return GPT2LMHeadModel(config).eval()
+
+
+def tiny_tlm(vocab_size: int = 263, context: int = 37, seed: int = 0) -> TLMForCausalLM:
+    torch.manual_seed(seed)
+    config = TLMConfig(
+        vocab_size=vocab_size,
+        hidden_size=29,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        head_dim=10,
+        intermediate_size=31,
+        max_position_embeddings=context,
+        initializer_range=0.2,
+    )
+    return TLMForCausalLM(config).eval()

@@ -93,6 +93,7 @@ def test_the_validation_split_is_the_held_out_part(recipe: Callable[..., int], m
         ({"eval_split": "test"}, "`eval_split` is `all` or `validation`, not `test`"),
         ({"output_file": "no/such/folder/e.json"}, "`no/such/folder/e.json` is not that. Set `--output_file`"),
         ({"data_files": "nowhere.txt"}, "nowhere.txt"),
+        ({"per_device_eval_batch_size": "0"}, "`per_device_eval_batch_size` is 0"),
         ({"precision": "fp8"}, "`precision` is one of"),
     ],
 )
