@@ -4,12 +4,13 @@
   two pieces is a merge here, ranked by that score.
 - No piece goes on after a space, so the text is cut before each space first. The ids stay the same, and the time stays
   linear in the length of a document.
-- The trie of a `Unigram` here holds every entry, SentencePiece's only the learned pieces: the specials and bytes get a
-  score that no path would take, or a literal "</s>" or "<0x41>" in a document would become one of them.
+- The trie of a `Unigram` here holds every entry, SentencePiece's only the learned pieces. A literal "</s>" or "<0x41>"
+  in a document must not become one of the others: they get a score that no path of learned pieces falls to, and the
+  text is cut around those of their characters that were not learned, which are spelled in bytes anyway.
 """
 
 from sentencepiece import SentencePieceProcessor
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 SPACE = "\u2581"
 """SentencePiece's spelling of a space."""
@@ -26,7 +27,10 @@ def convert_sentencepiece(processor: SentencePieceProcessor, model_type: str) ->
     model = _bpe(processor) if model_type == "bpe" else _unigram(processor)
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(plain, escape) for plain, escape in ESCAPES])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=True)
+    cuts = [pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=True)]
+    if unlearned := _unlearned_characters(processor):
+        cuts.insert(0, pre_tokenizers.Split(Regex(f"[{unlearned}]"), "isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace(SPACE, " "),
@@ -48,6 +52,13 @@ def _learned_ids(processor: SentencePieceProcessor) -> list[int]:
         for id_ in range(processor.get_piece_size())
         if not (processor.is_control(id_) or processor.is_unknown(id_) or processor.is_byte(id_))
     ]
+
+
+def _unlearned_characters(processor: SentencePieceProcessor) -> str:
+    """The letters, digits and brackets of the specials and byte pieces that are no pieces themselves."""
+    learned = set(_learned_ids(processor))
+    reserved = {processor.id_to_piece(id_) for id_ in range(processor.get_piece_size()) if id_ not in learned}
+    return "".join(sorted({*"".join(reserved)} - {processor.id_to_piece(id_) for id_ in learned}))
 
 
 def _bpe(processor: SentencePieceProcessor) -> models.BPE:

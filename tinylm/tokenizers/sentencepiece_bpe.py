@@ -21,12 +21,15 @@ from pathlib import Path
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, sentencepiece_model_pb2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .convert_sentencepiece import ESCAPES, convert_sentencepiece
+from .convert_sentencepiece import ESCAPES, SPACE, convert_sentencepiece
 
 logger = logging.getLogger(__name__)
 
-FILES = ("tokenizer_config.json", "tokenizer.model", "tokenizer.json")
-"""What a tokenizer folder holds, in the order of writing: without the last one it does not load."""
+FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+"""What a tokenizer folder holds, in the order of writing: the first alone does not load, the first two give all ids.
+
+`tokenizer.model` alone would load: transformers converts it, and the reserved strings in a text become specials.
+"""
 
 SPECIALS = {"pad": "<pad>", "bos": "<s>", "eos": "</s>", "unk": "<unk>"}
 """Ids 0, 1, 2, 3."""
@@ -215,24 +218,31 @@ def _run_trainer(sentences: Iterator[str], vocab_size: int, model_type: str) -> 
         rules.write_text("".join(f"{plain}\t{escape}\n" for plain, escape in points))
         inverse.write_text("".join(f"{escape}\t{plain}\n" for plain, escape in points))
         output = BytesIO()
-        SentencePieceTrainer.train(
+        parameters = dict(
             sentence_iterator=sentences,
             model_writer=output,
             model_type=model_type,
-            vocab_size=vocab_size,
+            vocab_size=max(vocab_size, len(SPECIALS) + 256),  # of fewer it does not say how many it takes
             hard_vocab_limit=False,
             normalization_rule_tsv=str(rules),
             denormalization_rule_tsv=str(inverse),
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             byte_fallback=True,
-            # whatever the text, each letter of a reserved string is a piece, so a literal "</s>" can be spelled
-            required_chars="".join(sorted({*"".join(SPECIALS.values()), *"0123456789ABCDEFx"})),
+            required_chars=SPACE,  # in bytes, where spaces are rare, it would come back as a U+2581
             max_sentence_length=4 * _SENTENCE_LENGTH,
             minloglevel=2,
             **{f"{name}_id": id_ for id_, name in enumerate(SPECIALS)},
             **{f"{name}_piece": piece for name, piece in SPECIALS.items()},
         )
+        try:
+            SentencePieceTrainer.train(**parameters)
+        except RuntimeError as failure:
+            if "no pieces are loaded" not in str(failure):
+                raise
+            raise ValueError(
+                "A unigram vocabulary cannot be learned from so little text. Give more, or set `--model_type bpe`."
+            ) from None
     return _rounded(output.getvalue()) if model_type == "unigram" else output.getvalue()
 
 
