@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.data.breaking import until_repaired
 from tests.data.tiny import EOS, numbered_documents, running_text, source_of, tokenizer_with_eos
@@ -111,12 +112,12 @@ def test_the_tokenizer_is_in_the_store(tmp_path: Path) -> None:
 def test_large_vocabularies_take_four_bytes_a_token(tmp_path: Path) -> None:
     assert token_dtype(2**16).itemsize == 2
     assert token_dtype(2**16 + 1).itemsize == 4
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([f"<extra {n}>" for n in range(2**16)])
-    tokenizer.add_special_tokens({"eos_token": "</s>"})
-    assert tokenizer.eos_token_id > 2**16
+    pieces = [*(f"piece {n}" for n in range(2**16)), "</s>"]
+    words = models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="piece 7")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>")
+    assert tokenizer.eos_token_id == 2**16
     store = write_store(SOURCE, tokenizer, tmp_path / "store")
-    assert rows(StoreBlocks(store, 100, packing=False))[0][-1] == tokenizer.eos_token_id
+    assert rows(StoreBlocks(store, 100, packing=False))[0] == [7, 2**16]
 
 
 # Restarting and reusing
