@@ -185,6 +185,12 @@ def score(
     runs equally many forwards, so that a sharded model is safe; memory is that of one batch's logits `[B, T, V]`. A nat
     that is not finite makes the result so, and is counted in a warning. The modes of all modules are put back.
 
+    Args:
+        batch_size: rows of one forward.
+        device: where the model is.
+        collate: makes a list of rows a batch that the model takes, with `labels` `[B, T]`.
+        autocast: number format of the forward; None computes in that of the weights.
+
     Raises:
         ValueError: no row has a target.
     """
@@ -194,10 +200,10 @@ def score(
         for taken, counts in _batches(rows, batch_size, rank, world_size):
             batch = {name: column.to(device) for name, column in collate(taken).items()}
             labels = batch.pop("labels")
-            logits = model(**batch, use_cache=False).logits
-            if counts:
-                nats = target_nats(logits, labels).cpu().double()
-                sums += torch.tensor([nats.sum(), nats.numel(), (~nats.isfinite()).sum()], dtype=torch.float64)
+            labels = labels if counts else torch.full_like(labels, IGNORED)
+            # The logits get no name: one would keep them until the next batch's are there too.
+            nats = target_nats(model(**batch, use_cache=False).logits, labels).cpu().double()
+            sums += torch.tensor([nats.sum(), nats.numel(), (~nats.isfinite()).sum()], dtype=torch.float64)
     if world_size > 1:
         shared = sums.to(device)
         dist.all_reduce(shared)
