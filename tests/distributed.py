@@ -22,7 +22,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def rank_environment() -> dict[str, str]:
     """The environment for a launched process: no accelerator, one thread a rank, nothing left over from a launcher."""
-    drop = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+    drop = (
+        "ACCELERATE_",
+        "FSDP_",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "GROUP_",
+        "ROLE_",
+        "WANDB_",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 

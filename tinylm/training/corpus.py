@@ -197,7 +197,13 @@ def _obtain_tokenizer(
 def _validation_rows(
     documents: Iterable[tuple[list[int], int]], tokenizer: PreTrainedTokenizerBase, context: int, max_tokens: int
 ) -> ScoringRows:
-    return scoring_rows(first_documents(documents, max_tokens), context=context, start_id=scoring_start_id(tokenizer))
+    held_out = list(first_documents(documents, max_tokens))
+    if not held_out:
+        raise ValueError(
+            "No document is held out for validation: a hash of its text picks one in ten, and this corpus is too small"
+            " or repeats itself. Give more documents (`--data_files`, `--max_documents`)."
+        )
+    return scoring_rows(held_out, context=context, start_id=scoring_start_id(tokenizer))
 
 
 def first_documents(documents: Iterable[tuple[list[int], int]], max_tokens: int) -> Iterator[tuple[list[int], int]]:

@@ -7,6 +7,7 @@ conversion that the command line uses (so `2e-4`, a string to YAML, is a number 
 import difflib
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def parse_arguments(
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
     parser.add_argument("--config", default=default_config, help="A run file (YAML): its keys are the flags below.")
-    config = parser.parse_known_args([*_config_flag(argv)])[0].config if _config_flag(argv) else default_config
+    config = _config_path(argv, default_config)
     known = {name.lstrip("-").replace("-", "_") for action in parser._actions for name in action.option_strings}
     given = {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in argv if flag.startswith("--")}
     from_file = _read_run_file(config, known) if config else {}
@@ -49,14 +50,11 @@ def parse_arguments(
     return tuple(instances)
 
 
-def _config_flag(argv: Sequence[str]) -> list[str]:
-    """The `--config FILE` (or `--config=FILE`) part of a command line; empty if there is none."""
-    for index, word in enumerate(argv):
-        if word == "--config":
-            return list(argv[index : index + 2])
-        if word.startswith("--config="):
-            return [word]
-    return []
+def _config_path(argv: Sequence[str], default: str | None) -> str | None:
+    """What `--config` says, without a look at any other flag."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=default)
+    return parser.parse_known_args(argv)[0].config
 
 
 def _read_run_file(path: str, known: set[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
     if "wandb" in report_to:
         os.environ.setdefault("WANDB_DIR", output_dir)
         os.environ.setdefault("WANDB_SILENT", "true")
-        if "WANDB_MODE" not in os.environ and not _has_wandb_key():
+        if not os.environ.get("WANDB_MODE") and not _has_wandb_key():
             logger.info("W&B has no API key here, so it logs offline; `wandb sync` uploads the run later.")
             os.environ["WANDB_MODE"] = "offline"
     if "tensorboard" in report_to:

@@ -168,7 +168,8 @@ class LanguageModelTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As in the Trainer, without the pickle of all arguments, which would hold a token if one was given."""
         super()._save(output_dir, state_dict)
-        Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink()
+        if self.args.should_save:
+            Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink()
 
     # Validation: scores, not means of batches.
 
