@@ -1,9 +1,9 @@
-"""Documents to training examples, on the fly: tokenise, shuffle, pack.
+"""Documents to training examples, on the fly: tokenise, pack, shuffle.
 
 Choices:
 - A block is cut from the running concatenation `doc eos doc eos ...` and ignores where documents end. Nothing is padded
   and less than one block is lost a reader and epoch.
-- The shuffle window holds documents, already encoded, so that neighbours in a block come from far apart.
+- The shuffle window holds examples, not documents: the blocks of one long document would fill whole batches else.
 - Everything that a reader would need to go on elsewhere is in a few plain attributes (`Reader`).
 
 Shapes: T block size.
@@ -39,7 +39,7 @@ class Packer:
         self.rest = waiting
         for end in range(self.block_size, len(waiting) + 1, self.block_size):
             self.rest = waiting[end:]
-            yield waiting[end - self.block_size : end]
+            yield waiting[end - self.block_size : end].copy()  # a view in the window would keep its document alive
 
 
 def pack(token_lists: Iterable[list[int]], block_size: int, eos_token_id: int) -> Iterator[np.ndarray]:
@@ -53,7 +53,7 @@ class Reader:
     """One reader's way through its share of a stream, in an order fixed by seed, epoch and the reader's number.
 
     Its state: `part` (which of its shards), `num_taken` (documents taken from that shard), `num_tokens` (tokens taken
-    in all), `encoded` (documents not yet in the window), `window` and `rng` (the shuffle), `packer.rest` (carry-over).
+    in all), `encoded` (documents not yet packed), `packer.rest` (carry-over), `window` and `rng` (the shuffle).
     It holds whenever an example has just been given out.
     """
 
@@ -70,13 +70,16 @@ class Reader:
 
     def examples(self) -> Iterator[np.ndarray]:
         """Blocks, or without packing one document each, cut at the block size (int32)."""
-        block_size, packing = self.stream.block_size, self.stream.packing
-        for document in shuffled(self._documents(), self.stream.shuffle_window, self.rng, self.window):
-            self.num_truncated += not packing and len(document) > block_size
-            for example in self.packer.add(document) if packing else [document[:block_size]]:
-                self.num_examples += 1
-                yield example
+        for example in shuffled(self._examples_in_order(), self.stream.shuffle_window, self.rng, self.window):
+            self.num_examples += 1
+            yield example
         self._report()
+
+    def _examples_in_order(self) -> Iterator[np.ndarray]:
+        block_size, packing = self.stream.block_size, self.stream.packing
+        for document in self._documents():
+            self.num_truncated += not packing and len(document) > block_size
+            yield from self.packer.add(document) if packing else [document[:block_size].copy()]
 
     def _documents(self) -> Iterator[np.ndarray]:
         """Documents `ids eos` (int32) in the source's order, until the shards or the share of `max_tokens` end."""
@@ -125,7 +128,7 @@ class PackedStream(IterableDataset):
 
     Args:
         max_tokens: tokens (eos included) of the corpus to use, over all ranks; each reader takes an equal share.
-        shuffle_window: documents that a reader holds back to shuffle; 0 keeps the order of the source.
+        shuffle_window: examples that a reader holds back to shuffle; 0 keeps the order of the source.
 
     Raises:
         ValueError: the tokenizer has no eos, or `max_tokens` is less than a block a reader.

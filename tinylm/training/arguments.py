@@ -69,7 +69,7 @@ class DataArguments:
         default=False, metadata=_help("Documents that share a block do not attend to each other.")
     )
     shuffle_window: int = field(
-        default=1000, metadata=_help("Documents held back to shuffle a stream; prepared data is shuffled exactly.")
+        default=1000, metadata=_help("Blocks held back to shuffle a stream; prepared data is shuffled exactly.")
     )
 
 

@@ -6,7 +6,6 @@ exactly; where that folder is not there yet and a source is named, it is written
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +156,9 @@ def _open_prepared(
         tokenizer = _obtain_tokenizer(tokenizer_name_or_path, source, run, config)
         with rank_zero_first("prepare corpus") as first:
             if first:
-                write_store(source, tokenizer, folder, max_tokens=data.max_tokens, num_proc=os.cpu_count() or 1)
+                write_store(
+                    source, tokenizer, folder, max_tokens=data.max_tokens
+                )  # large: prepare_corpus.py, all cores
     store = TokenStore.open(folder)
     store.check_vocabulary(config.vocab_size)
     tokenizer = load_tokenizer(str(store.tokenizer_path))
@@ -166,7 +167,9 @@ def _open_prepared(
             f"`{folder}` was prepared with another tokenizer than `{tokenizer_name_or_path}`. Leave"
             " `--tokenizer_name_or_path` out, or prepare the corpus again in another folder."
         )
-    blocks = StoreBlocks(store, block_size, packing=data.packing, document_mask=data.document_mask)
+    blocks = StoreBlocks(
+        store, block_size, max_tokens=data.max_tokens, packing=data.packing, document_mask=data.document_mask
+    )
     rows = _validation_rows(store.validation_documents(), tokenizer, block_size, data.max_eval_tokens)
     return Corpus(store.description, tokenizer, blocks, rows, _collator(data, tokenizer))
 
