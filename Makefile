@@ -11,6 +11,13 @@ export PATH := $(abspath $(BIN)):$(PATH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[sample,test,dev]"
 	touch $@
 
+demo: .venv/installed
+	$(BIN)/accelerate launch recipes/pretrain_tlm.py --config recipes/configs/pretrain_tlm/demo.yaml $(ARGS)
+	$(BIN)/python recipes/evaluate_lm.py --model_name_or_path runs/demo/tlm --dataset_name sample --eval_split validation
+
+pretrain: .venv/installed
+	$(BIN)/accelerate launch recipes/pretrain_tlm.py $(ARGS)
+
 test: .venv/installed
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 

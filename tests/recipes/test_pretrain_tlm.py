@@ -131,7 +131,11 @@ def test_a_finished_run_is_not_started_again_and_auto_goes_on(folder, launches, 
     flags = ["--config", again, "--output_dir", folder / "prepared", "--prepared_corpus", folder / "corpus"]
     assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6, "--document_mask", "true") == 0
     state = json.loads((folder / "prepared" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    logged = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
+    assert [entry["num_tokens_read"] for entry in logged] == [256, 512, 768, 1024, 1152, 1280]  # then one rank less
+    assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6, "--document_mask", "true") == 0
+    assert "Going on from" in capsys.readouterr().out
 
 
 def test_one_process_trains_its_own_tokenizer_and_pads_records(folder, tmp_path, monkeypatch, capsys):

@@ -10,6 +10,7 @@ What differs from the stock Trainer, and why:
 """
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PrinterCallback, Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import seed_worker
+from transformers import PrinterCallback, Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import TrainOutput, seed_worker
 
 from tinylm.data.order import GlobalBatches
 from tinylm.evaluation.scoring import score
@@ -46,7 +47,7 @@ class LossMeter:
         self.nats = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.window = dict.fromkeys(self.COUNTS, 0)
         self.total = dict.fromkeys(self.COUNTS, 0)
-        self.total_nats = 0.0
+        self.total_nats, self.total_targets = 0.0, 0.0
 
     def add(self, nats: Tensor, inputs: dict[str, Tensor]) -> None:
         """One micro-batch: its sum of nats (scalar tensor) and its `input_ids`, `labels` [B, T], `attention_mask`."""
@@ -60,6 +61,7 @@ class LossMeter:
         """The window's loss over all ranks and the totals so far; starts a new window. Every rank has to call it."""
         nats, *counts = sum_over_ranks([self.nats.item(), *self.window.values()])
         self.total_nats += nats
+        self.total_targets += counts[-1]
         for name, count in zip(self.COUNTS, counts, strict=True):
             self.total[name] += int(count)
         self.nats.zero_()
@@ -68,9 +70,14 @@ class LossMeter:
 
     @property
     def mean(self) -> float:
-        """Nats a target over all that was reduced so far."""
-        trained = self.total["num_tokens_trained"]
-        return self.total_nats / trained if trained else float("nan")
+        """Nats a target over all that was reduced in this process."""
+        return self.total_nats / self.total_targets if self.total_targets else float("nan")
+
+    def go_on_from(self, log_history: Sequence[dict[str, float]]) -> None:
+        """Takes the totals over from the last log of the run that is gone on with."""
+        for entry in log_history:
+            if "loss" in entry:
+                self.total = {name: entry[name] for name in self.COUNTS}
 
 
 def count_targets(inputs: dict[str, Tensor]) -> int:
@@ -125,6 +132,13 @@ class LanguageModelTrainer(Trainer):
             seed=args.seed if args.data_seed is None else args.data_seed,
         )
         return OrderedLoader(self.train_dataset, batch_sampler=batches, **settings)
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
+        if resume_from_checkpoint:
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint, TRAINER_STATE_NAME)))
+            self.meter.go_on_from(state.log_history)
+            logger.info("Going on from %s", resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, **kwargs)
 
     # Loss: counted, and never silently not a number.
 
