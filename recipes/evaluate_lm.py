@@ -1,8 +1,8 @@
 """Score a causal language model on documents: nats per token, perplexity and bits per byte.
 
-python recipes/evaluate_lm.py --model_name_or_path runs/demo --dataset_name sample --eval_split validation
+python recipes/evaluate_lm.py --model_name_or_path runs/demo/tlm --dataset_name sample --eval_split validation
 accelerate launch --config_file accelerate_configs/cpu_gloo.yaml recipes/evaluate_lm.py \
-    --model_name_or_path runs/demo --data_files some.txt --output_file e.json
+    --model_name_or_path runs/demo/tlm --data_files some.txt --output_file e.json
 """
 
 import json

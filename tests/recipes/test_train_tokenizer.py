@@ -26,7 +26,7 @@ def test_the_run_file_starts_with_its_command_and_its_keys_are_flags() -> None:
     command, *_ = RUN_FILE.read_text(encoding="utf-8").splitlines()
     assert command == f"# python recipes/train_tokenizer.py --config {RUN_FILE.relative_to(ROOT)}"
     data_args, tokenizer_args = parse_arguments((DataArguments, TokenizerArguments), ["--config", str(RUN_FILE)])
-    assert (data_args.dataset_name, tokenizer_args.output_dir) == ("sample", "runs/demo/tokenizer")
+    assert (data_args.dataset_name, tokenizer_args.output_dir) == ("sample", "runs/sample/tokenizer")
     assert yaml.safe_load(RUN_FILE.read_text(encoding="utf-8"))["vocab_size"] == tokenizer_args.vocab_size == 4096
 
 
