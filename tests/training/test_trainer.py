@@ -233,6 +233,8 @@ def test_a_run_that_stays_not_finite_ends_with_its_step_and_keeps_its_checkpoint
     with pytest.raises(RunStopped, match=r"4 steps in a row, the last one step 6"):
         trainer.train()
     assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+    status = json.loads((tmp_path / "STATUS").read_text())
+    assert (status["status"], status["step"]) == ("failed", 5)
 
 
 def test_steps_that_fail_one_by_one_do_not_end_the_run(tmp_path):

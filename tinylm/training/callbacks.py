@@ -11,6 +11,8 @@ from .run_record import write_status
 
 logger = logging.getLogger(__name__)
 
+HOW_TO_GO_ON = "the same command with --resume_from_checkpoint auto"
+
 
 class ProgressLine(TrainerCallback):
     """Step, loss, tokens/s over all ranks, learning rate, time left; a line for each validation."""
@@ -75,5 +77,4 @@ class StatusFile(TrainerCallback):
 
     def _write(self, args: RunArguments, state: TrainerState, status: str) -> None:
         if state.is_world_process_zero:
-            how = "" if status == "finished" else "the same command with --resume_from_checkpoint auto"
-            write_status(args.output_dir, status, state.global_step, how)
+            write_status(args.output_dir, status, state.global_step, "" if status == "finished" else HOW_TO_GO_ON)

@@ -26,8 +26,9 @@ from tinylm.data.order import GlobalBatches
 from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
-from .callbacks import ProgressLine, StatusFile
+from .callbacks import HOW_TO_GO_ON, ProgressLine, StatusFile
 from .launch import RunStopped, sum_over_ranks
+from .run_record import write_status
 from .stream_loader import StreamLoader
 from .trackers import prepare_trackers
 
@@ -138,7 +139,13 @@ class LanguageModelTrainer(Trainer):
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint, TRAINER_STATE_NAME)))
             self.meter.go_on_from(state.log_history)
             logger.info("Going on from %s", resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, **kwargs)
+        except BaseException as error:
+            if self.is_world_process_zero():
+                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
+            raise
 
     # Loss: counted, and never silently not a number.
 
