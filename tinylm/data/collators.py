@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from tinylm.data.encoding import document_start_id
+from tinylm.data.encoding import document_start_id, encode
+from tinylm.tokenizers.byte import byte_tokenizer
 
 
 def collate_blocks(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -27,7 +28,8 @@ def collate_blocks(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
 class PadRecords:
     """Records of different lengths, padded on the right to the longest with `pad_token_id`.
 
-    Gives `input_ids`, `attention_mask` (1 on tokens, 0 on padding) and `labels` (-100 on padding), all [B, T] int64.
+    Gives `input_ids`, `attention_mask` (1 on tokens, 0 on padding) and `labels` (-100 on padding), all [B, T] int64,
+    and `record_ids` ([B] int64) where the examples have them.
     """
 
     pad_token_id: int
@@ -40,8 +42,31 @@ class PadRecords:
     def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         rows = [example["input_ids"] for example in examples]
         attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        return {
+        batch = {
             "input_ids": pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id),
             "attention_mask": attention_mask,
             "labels": pad_sequence(rows, batch_first=True, padding_value=-100),
         }
+        if "record_ids" in examples[0]:
+            batch["record_ids"] = torch.stack([example["record_ids"] for example in examples])
+        return batch
+
+
+def tiny_collator(items: Sequence[tuple[int, str]], seq_len: int) -> dict[str, Tensor]:
+    """`(record_id, text)` items as a batch of bytes: what `PadRecords` gives, with `record_ids`.
+
+    A row is the text's bytes and end of text (257), cut at `seq_len`, padded with 256 to the longest of the batch.
+
+    Raises:
+        ValueError: `seq_len` is below 2, so that no row would have a target.
+    """
+    if seq_len < 2:
+        raise ValueError(f"A row needs a token to predict from and one to predict; `seq_len` is {seq_len}. Raise it.")
+    tokenizer = byte_tokenizer()
+    eos = document_start_id(tokenizer)
+    token_lists = (ids for _, batch in encode(tokenizer, [text for _, text in items]) for ids in batch)
+    examples = [
+        {"input_ids": torch.tensor([*ids, eos][:seq_len]), "record_ids": torch.tensor(record_id)}
+        for (record_id, _), ids in zip(items, token_lists, strict=True)
+    ]
+    return PadRecords.for_tokenizer(tokenizer)(examples)

@@ -5,7 +5,9 @@ row's number never depends on what its neighbours hold, and readers can share a 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -59,9 +61,32 @@ def fingerprint(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
+_empty_rows: ContextVar[list[int] | None] = ContextVar("empty_rows", default=None)
+
+
+def without_empty(rows: Iterable[str]) -> Iterator[str]:
+    """The documents among a shard's rows: those with more in them than whitespace."""
+    for row in rows:
+        if row.strip():
+            yield row
+        elif (count := _empty_rows.get()) is not None:
+            count[0] += 1
+
+
+@contextmanager
+def counting_empty_rows() -> Iterator[list[int]]:
+    """Counts, as its one item, the empty rows that every source drops while the block reads it."""
+    count = [0]
+    before = _empty_rows.set(count)
+    try:
+        yield count
+    finally:
+        _empty_rows.reset(before)
+
+
 def from_texts(texts: tuple[str, ...], start: int, step: int) -> Iterator[str]:
     """`Shard.read` of documents held in memory: `Shard(name, partial(from_texts, texts))`."""
-    return (text for text in texts[start::step] if text.strip())
+    return without_empty(texts[start::step])
 
 
 def _read_first(shards: tuple[Shard, ...], count: int, start: int, step: int) -> Iterator[str]:

@@ -23,6 +23,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from tinylm.data.columns import check_column, strided_texts, text_of
+from tinylm.data.documents import without_empty
 from tinylm.data.mediawiki import pages
 from tinylm.data.text_streams import CHUNK, COMPRESSIONS, decoded, decoded_chunks, numbered_lines, open_bytes
 from tinylm.data.wikitext import clean
@@ -48,7 +49,7 @@ class FileReader:
     def __call__(self, start: int, step: int) -> Iterator[str]:
         """Documents of rows `start, start + step, ...`. Raises what `rows` raises."""
         prepared = clean if format_of(self.path) == ".xml" else str
-        return (text for row in self.rows(start, step) if (text := prepared(row)).strip())
+        return without_empty(map(prepared, self.rows(start, step)))
 
     def rows(self, start: int, step: int) -> Iterator[str]:
         """Rows as they lie in the file, empty ones too, and wikitext as it is.

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 from tinylm.data.columns import check_column, strided_texts
-from tinylm.data.documents import Shard, Source, fingerprint
+from tinylm.data.documents import Shard, Source, fingerprint, without_empty
 
 SECONDS_TO_ANSWER = 10
 """How long the Hub may take to answer at all: `load_dataset` alone retries for half a minute on a dead network."""
@@ -69,7 +69,7 @@ class HubShard:
         arrays = (chunk for table in tables for chunk in table.column(0).chunks)
         where = f"Shard {self.index} of the dataset"
         texts = strided_texts(arrays, start, step, text_column=self.text_column, where=where)
-        return (text for text in texts if text.strip())
+        return without_empty(texts)
 
 
 def _check_hub_has(name: str) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tinylm.data.packing import example
+from tinylm.data.records import RecordCuts, numbered
 
 FORMAT = 1
 SPLITS = ("train", "validation")
@@ -173,7 +174,7 @@ class TokenStore:
 class StoreBlocks(Dataset):
     """Examples like those of `PackedStream`, by index: block i is tokens `[i * T, (i + 1) * T)` of all parts in a row.
 
-    With `packing=False`, document i, cut at the block size. `max_tokens` keeps the first tokens only.
+    With `packing=False`, records like those of `RecordExamples`. `max_tokens` keeps the first tokens only.
 
     Raises:
         ValueError: fewer tokens than a block.
@@ -187,6 +188,7 @@ class StoreBlocks(Dataset):
         split: str = "train",
         max_tokens: int | None = None,
         packing: bool = True,
+        split_long: bool = False,
         document_mask: bool = False,
     ) -> None:
         self.store, self.block_size, self.split = store, block_size, split
@@ -196,12 +198,15 @@ class StoreBlocks(Dataset):
         num_tokens = int(self.starts[-1])
         if max_tokens is not None:
             num_tokens = min(num_tokens, max_tokens)
-        if packing:
-            self.ends = None
-            self.length = num_tokens // block_size
-        else:
-            self.ends = np.cumsum(np.concatenate([table[:, 0] for table in store.documents(split)]))
-            self.length = int(np.searchsorted(self.ends, num_tokens, side="right"))
+        self.cuts: RecordCuts | None = None
+        self.length = num_tokens // block_size
+        if not packing:
+            ends = np.cumsum(np.concatenate([table[:, 0] for table in store.documents(split)]))
+            ends = ends[ends <= num_tokens]
+            self.length = 0
+            if len(ends):
+                self.cuts = RecordCuts(ends, block_size, split_long=split_long)
+                self.length = len(self.cuts)
         if self.length == 0:
             raise ValueError(
                 f"The {split} part of `{store.folder}` gives no example: {num_tokens} tokens, and `block_size` is "
@@ -217,11 +222,11 @@ class StoreBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self.length:
             raise IndexError(index)
-        if self.ends is None:
+        if self.cuts is None:
             begin = index * self.block_size
             return example(self._read(begin, begin + self.block_size), self.mask_eos)
-        begin = int(self.ends[index - 1]) if index else 0
-        return example(self._read(begin, min(int(self.ends[index]), begin + self.block_size)), None)
+        record_id, begin, end = self.cuts.locate(index)
+        return numbered(example(self._read(begin, end), None), record_id)
 
     def _read(self, begin: int, end: int) -> np.ndarray:
         if self._tokens is None:

@@ -158,7 +158,7 @@ def pad_rows(rows: Sequence[Row]) -> dict[str, Tensor]:
     """
     length = max(len(row["input_ids"]) for row in rows)
     batch = {}
-    for name in rows[0]:
+    for name in rows[0].keys() - {"record_ids"}:
         columns = [torch.as_tensor(row[name]) for row in rows]
         fills = [IGNORED if name == "labels" else column[-1].item() for column in columns]
         padded = [functional.pad(c, (0, length - len(c)), value=fill) for c, fill in zip(columns, fills, strict=True)]
@@ -200,6 +200,7 @@ def score(
         for taken, counts in _batches(rows, batch_size, rank, world_size):
             batch = {name: column.to(device) for name, column in collate(taken).items()}
             labels = batch.pop("labels")
+            batch.pop("record_ids", None)  # of records that are scored as they are trained on
             labels = labels if counts else torch.full_like(labels, IGNORED)
             # The logits get no name: one would keep them until the next batch's are there too.
             nats = target_nats(model(**batch, use_cache=False).logits, labels).cpu().double()
