@@ -26,3 +26,6 @@ test-slow: .venv/installed
 
 style: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+bench: .venv/installed
+	$(BIN)/python recipes/bench_training.py $(ARGS)
