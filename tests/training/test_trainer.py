@@ -261,3 +261,11 @@ def test_a_checkpoint_holds_no_pickled_arguments(tmp_path):
     for path in (tmp_path / "checkpoint-1").iterdir():
         assert b"hf_secretsecret" not in path.read_bytes(), path
     assert not (tmp_path / "checkpoint-1" / "training_args.bin").exists()
+
+
+def test_a_saved_model_generates_with_its_cache(tmp_path):
+    trainer = trainer_for(tiny_model(), UnevenRows(), run_arguments(tmp_path, max_steps=1))
+    assert trainer.model.config.use_cache is False, "the Trainer turns it off: nothing to put back"
+    trainer.save_model()
+    assert json.loads((tmp_path / "config.json").read_text())["use_cache"] is True
+    assert trainer.model.config.use_cache is False

@@ -95,6 +95,7 @@ class LanguageModelTrainer(Trainer):
 
     def __init__(self, *, args: RunArguments, **kwargs) -> None:
         prepare_trackers(args.report_to, args.output_dir)
+        self._use_cache = getattr(kwargs["model"].config, "use_cache", None)  # the Trainer turns it off for training
         super().__init__(args=args, **kwargs)
         self.remove_callback(PrinterCallback)
         self.add_callback(ProgressLine)
@@ -187,8 +188,12 @@ class LanguageModelTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """As in the Trainer, without the pickle of all arguments, which would hold a token if one was given."""
+        """As in the Trainer, with `use_cache` as the model came, or generation from the saved model would be slow, and
+        without the pickle of all arguments, which would hold a token if one was given."""
+        config = self.accelerator.unwrap_model(self.model).config
+        config.use_cache, while_training = self._use_cache, config.use_cache
         super()._save(output_dir, state_dict)
+        config.use_cache = while_training
         if self.args.should_save:
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink()
 
