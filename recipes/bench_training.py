@@ -31,7 +31,7 @@ logger = logging.getLogger("tinylm.bench_training")
 
 def main() -> None:
     (args,) = parse_arguments((BenchmarkArguments,))
-    launch = start(PartialState(cpu=not torch.accelerator.is_available()).device)
+    launch = start(PartialState(cpu=not torch.accelerator.is_available()).device, args.num_threads)
     if "baseline" in args.parts:
         read_demo(args.demo_dir)  # a missing demo shows now, not after the other parts
     config = args.run_config

@@ -14,7 +14,7 @@ def run_config(tmp_path_factory) -> Path:
 
 
 def test_the_recipe_measures_a_part_and_prints_the_table(run_config, tmp_path, monkeypatch, capsys):
-    flags = ["--run_config", run_config, "--output_dir", tmp_path / "results", "--num_rounds", 2]
+    flags = ["--run_config", run_config, "--output_dir", tmp_path / "results", "--num_rounds", 2, "--num_threads", 1]
     assert run_here(monkeypatch, "bench_training", *flags, "--parts", "overhead") == 0
     printed = capsys.readouterr().out
     assert "turn 3 of 3" in printed
@@ -43,7 +43,7 @@ def test_the_recipe_measures_all_parts(run_config, tmp_path, monkeypatch):
     flags = ["--run_config", run_config, "--output_dir", tmp_path / "results"]
     demo = tmp_path / "demo"
     assert run_here(monkeypatch, "pretrain_tlm", "--config", run_config, "--output_dir", demo) == 0
-    flags += ["--num_rounds", 2, "--baseline_steps", 3, "--demo_dir", demo]
+    flags += ["--num_rounds", 2, "--num_threads", 1, "--baseline_steps", 3, "--demo_dir", demo]
     assert run_here(monkeypatch, "bench_training", *flags) == 0
     results = json.loads((tmp_path / "results" / "bench_training.json").read_text())
     assert results.keys() == set(PARTS)

@@ -12,7 +12,7 @@ from tinylm.data.prepare import write_store
 from tinylm.data.sources import open_source
 from tinylm.tokenizers.sentencepiece_bpe import train_sentencepiece
 
-VOCAB, CONTEXT = 300, 32
+VOCAB, CONTEXT = 300, 96
 _WORDS = [
     "the",
     "cat",

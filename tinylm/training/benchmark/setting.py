@@ -25,6 +25,7 @@ class BenchmarkArguments:
     demo_dir: str = field(default="runs/demo/tlm", metadata={"help": "The demo's finished run, for `baseline`."})
     num_rounds: int = field(default=6, metadata={"help": "Turns of 4 steps that each loop takes in `overhead`."})
     baseline_steps: int = field(default=150, metadata={"help": "Steps of the plain loop in `baseline`."})
+    num_threads: int | None = field(default=None, metadata={"help": "CPU threads of this process; all cores if unset."})
     output_dir: str = field(default="recipes/results", metadata={"help": "Folder for bench_training.json and .md."})
 
     def __post_init__(self) -> None:
