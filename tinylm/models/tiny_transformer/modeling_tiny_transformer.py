@@ -99,7 +99,7 @@ class TinyTransformerModel(TinyTransformerPreTrainedModel):
         blocked = causal_mask(num_tokens, inputs_embeds.device)
         if attention_mask is not None:
             padding = attention_mask[:, None, :] == 0  # B 1 T
-            # Padding still sees itself: a row with nothing to look at would turn into NaN, in its gradient too.
+            # Padding still sees itself: with nothing to look at, a plain softmax gives NaN (the CPU kernel 0).
             itself = torch.eye(num_tokens, dtype=torch.bool, device=blocked.device)
             blocked = blocked | padding & ~itself
         elif position_ids is not None:
