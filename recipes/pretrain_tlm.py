@@ -45,9 +45,8 @@ def main() -> None:
     finish_run(trainer, result.metrics)
     if trainer.is_world_process_zero():
         write_card(run.output_dir)
-        for text in generate_text(
-            trainer.model, corpus.tokenizer, run.sample_prompts, max_new_tokens=60, seed=run.seed
-        ):
+        settings = {"max_new_tokens": 60, "temperature": 0.8, "top_k": 50, "seed": run.seed}
+        for text in generate_text(trainer.model, corpus.tokenizer, run.sample_prompts, **settings):
             print(f"--- sample\n{text}")
 
 

@@ -58,9 +58,9 @@ def write_run_json(
     record = {
         "command": redact(sys.argv),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
-        "commit": _commit(),
+        "commit": current_commit(),
         **asdict(launch),
-        "hardware": _hardware(launch.device),
+        "hardware": describe_hardware(launch.device),
         "precision": precision,
         "seed": seed,
         "data_source": data_source,
@@ -76,7 +76,7 @@ def write_status(output_dir: str, status: str, step: int, how_to_go_on: str = ""
     write_atomically(Path(output_dir, "STATUS"), json.dumps(record) + "\n")
 
 
-def _commit() -> str | None:
+def current_commit() -> str | None:
     """The commit of the checkout that this package is imported from; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
@@ -85,7 +85,7 @@ def _commit() -> str | None:
         return None
 
 
-def _hardware(device: str) -> str:
+def describe_hardware(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     name = platform.processor() or platform.machine()

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..launch import Launch
-from ..run_record import _commit, _hardware, write_atomically
+from ..run_record import current_commit, describe_hardware, write_atomically
 
 Number = float | int | str | bool | list[float]
 
@@ -35,9 +35,9 @@ def write_results(output_dir: str, part: str, measurements: list[Measurement], l
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     made = {
-        "hardware": _hardware(launch.device),
+        "hardware": describe_hardware(launch.device),
         "threads": launch.threads,
-        "commit": _commit(),
+        "commit": current_commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
