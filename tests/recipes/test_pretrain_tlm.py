@@ -243,7 +243,7 @@ def test_every_run_file_parses_and_its_first_line_starts_it(path):
     assert command == ["accelerate", "launch", "recipes/pretrain_tlm.py", "--config", str(path.relative_to(ROOT))]
     run, data, model = parse_arguments((RunArguments, DataArguments, ModelArguments), ["--config", str(path)])
     assert (ROOT / model.config_name).is_file()
-    assert run.max_steps > 0
+    assert run.max_steps > 0 or not data.packing, "a stream has no end of its own"
     assert bool(data.dataset_name) or bool(data.prepared_corpus)
 
 

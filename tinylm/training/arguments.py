@@ -63,7 +63,14 @@ class DataArguments:
     max_eval_tokens: int = field(default=500_000, metadata=_help("Validation tokens at most."))
     block_size: int | None = field(default=None, metadata=_help("Tokens in a block; the model's context if unset."))
     packing: bool = field(
-        default=True, metadata=_help("Cut blocks from the running text; false pads one document a row instead.")
+        default=True,
+        metadata=_help(
+            "Cut blocks from the running text; false pads records of one document instead. Local text is then held in"
+            " memory, so that records have ids and epochs an end; only a Hub dataset without max_documents is streamed."
+        ),
+    )
+    split_long: bool = field(
+        default=False, metadata=_help("Make records that are too long several examples; false cuts them off.")
     )
     document_mask: bool = field(
         default=False, metadata=_help("Documents that share a block do not attend to each other.")
@@ -82,7 +89,8 @@ class ModelArguments:
         metadata=_help("A config.json (or its folder, or a Hub id) of any causal language model."),
     )
     tokenizer_name_or_path: str | None = field(
-        default=None, metadata=_help("A tokenizer; unset: one is trained on the corpus, at the model's vocabulary.")
+        default=None,
+        metadata=_help("A tokenizer, or bytes; unset: one is trained on the corpus, at the model's vocabulary."),
     )
     attn_implementation: str | None = field(default=None, metadata=_help("eager, sdpa, flex_attention, ..."))
 
@@ -103,7 +111,7 @@ class PrepareArguments:
     """How a corpus is written to disk as tokens."""
 
     output_dir: str = field(metadata=_help("Folder for the prepared corpus."))
-    tokenizer_name_or_path: str = field(metadata=_help("The tokenizer, which is copied into the folder."))
+    tokenizer_name_or_path: str = field(metadata=_help("The tokenizer (or bytes), which is copied into the folder."))
     num_proc: int | None = field(default=None, metadata=_help("Processes; all cores if unset."))
     num_shards: int | None = field(default=None, metadata=_help("Files of tokens a split; a fitting number if unset."))
 
@@ -137,6 +145,9 @@ class RunArguments(TrainingArguments):
     num_threads: int | None = field(default=None, metadata=_help("CPU threads of a rank; all cores / ranks if unset."))
     max_bad_steps: int = field(
         default=5, metadata=_help("Steps in a row with a loss or gradient that is not finite before the run ends.")
+    )
+    record_audit: bool = field(
+        default=False, metadata=_help("Note on every rank which records each step sees, for `tinylm audit`.")
     )
     sample_prompts: list[str] = field(
         default_factory=lambda: ["", "The history of", "In mathematics,"],

@@ -7,6 +7,7 @@ import time
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from .arguments import RunArguments
+from .record_audit import RecordAudit
 from .run_record import write_status
 
 logger = logging.getLogger(__name__)
@@ -78,3 +79,16 @@ class StatusFile(TrainerCallback):
     def _write(self, args: RunArguments, state: TrainerState, status: str) -> None:
         if state.is_world_process_zero:
             write_status(args.output_dir, status, state.global_step, "" if status == "finished" else HOW_TO_GO_ON)
+
+
+class AuditFiles(TrainerCallback):
+    """Begins and ends a record audit with the training; the Trainer closes a part before each checkpoint."""
+
+    def __init__(self, audit: RecordAudit) -> None:
+        self.audit = audit
+
+    def on_train_begin(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self.audit.begin(state.global_step)
+
+    def on_train_end(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self.audit.close_part()

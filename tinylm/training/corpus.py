@@ -1,8 +1,9 @@
 """From the user's flags to what a run needs: a tokenizer, training data, validation rows.
 
-A corpus comes in one of two ways. *Streamed*: it is read, tokenised and packed while the model trains, and nothing is
+A corpus comes in one of three ways. *Streamed*: it is read, tokenised and packed while the model trains, and nothing is
 written. *Prepared*: it is tokenised once into a folder (`--prepared_corpus`), which is memory-mapped and shuffled
-exactly; where that folder is not there yet and a source is named, it is written first.
+exactly; where that folder is not there yet and a source is named, it is written first. *Records in memory*: with
+`--packing false`, local text is tokenised before the first step; records have ids, and epochs an end.
 """
 
 import logging
@@ -18,10 +19,12 @@ from tinylm.data.encoding import check_tokenizer_matches, tokenizer_hash
 from tinylm.data.order import usable_workers
 from tinylm.data.packing import PackedStream
 from tinylm.data.prepare import write_store
+from tinylm.data.records import IndexedTextDataset, RecordExamples
 from tinylm.data.sources import Source, open_source
 from tinylm.data.splits import training_part, validation_part
 from tinylm.data.token_store import StoreBlocks, TokenStore
 from tinylm.evaluation.scoring import ScoringRows, encode_documents, scoring_rows, scoring_start_id
+from tinylm.tokenizers.byte import byte_tokenizer
 from tinylm.tokenizers.sentencepiece_bpe import train_sentencepiece
 
 from .arguments import DataArguments, RunArguments
@@ -52,7 +55,9 @@ def load_config(name_or_path: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder or of a repository of the Hub."""
+    """The tokenizer in a local folder or of a repository of the Hub; `bytes` is the one of 258 ids."""
+    if name_or_path == "bytes":
+        return byte_tokenizer()
     if name_or_path.count("/") != 1 and not Path(name_or_path).exists():
         raise FileNotFoundError(
             f"There is no tokenizer at `{name_or_path}`. Set `--tokenizer_name_or_path` to a folder that"
@@ -86,11 +91,20 @@ def open_corpus(
             whatever is wrong with the source.
     """
     block_size = checked_block_size(data.block_size, config)
-    way = _open_prepared if data.prepared_corpus else _open_stream
-    corpus = way(data, run, config, tokenizer_name_or_path, block_size)
+    if data.split_long and data.packing:
+        raise ValueError("`split_long` is about records, and blocks are not records. Set `--packing false` as well.")
+    corpus = _way(data)(data, run, config, tokenizer_name_or_path, block_size)
     rows = corpus.eval_rows
     logger.info("Validation: %s documents, %s tokens", f"{rows.num_documents:,}", f"{rows.num_tokens:,}")
     return corpus
+
+
+def _way(data: DataArguments) -> Callable[..., Corpus]:
+    """How the corpus comes in. Records of local text fit into memory as a rule; those of the Hub need not."""
+    if data.prepared_corpus:
+        return _open_prepared
+    is_local = data.dataset_name in (None, "sample") or data.max_documents is not None
+    return _open_records if is_local and not data.packing else _open_stream
 
 
 def checked_block_size(block_size: int | None, config: PreTrainedConfig) -> int:
@@ -120,6 +134,12 @@ def _open_stream(
             f"A stream has no length, so the run has to be told when it ends; `max_steps` is {run.max_steps}. Set"
             " `--max_steps`, or prepare the corpus first (`--prepared_corpus`)."
         )
+    if run.record_audit or data.split_long:
+        raise ValueError(
+            f"The examples of a stream have no lasting number; `record_audit` is {run.record_audit} and `split_long`"
+            f" {data.split_long}. Set `--prepared_corpus`, or hold records in memory: `--packing false` with local"
+            " text or `--max_documents`."
+        )
     source = source_from(data)
     tokenizer = _obtain_tokenizer(tokenizer_name_or_path, source, run, config)
     part = training_part(source)
@@ -139,6 +159,23 @@ def _open_stream(
     held_out = encode_documents(tokenizer, validation_part(source).documents())
     rows = _validation_rows(held_out, tokenizer, block_size, data.max_eval_tokens)
     return Corpus(f"{source.description}, streamed", tokenizer, stream, rows, _collator(data, tokenizer))
+
+
+def _open_records(
+    data: DataArguments,
+    run: RunArguments,
+    config: PreTrainedConfig,
+    tokenizer_name_or_path: str | None,
+    block_size: int,
+) -> Corpus:
+    source = source_from(data)
+    tokenizer = _obtain_tokenizer(tokenizer_name_or_path, source, run, config)
+    records = IndexedTextDataset.from_source(training_part(source))
+    examples = RecordExamples(records, tokenizer, block_size, split_long=data.split_long, max_tokens=data.max_tokens)
+    examples.cuts.report()
+    held_out = encode_documents(tokenizer, validation_part(source).documents())
+    rows = _validation_rows(held_out, tokenizer, block_size, data.max_eval_tokens)
+    return Corpus(f"{source.description}, records in memory", tokenizer, examples, rows, _collator(data, tokenizer))
 
 
 def _open_prepared(
@@ -168,8 +205,15 @@ def _open_prepared(
             " `--tokenizer_name_or_path` out, or prepare the corpus again in another folder."
         )
     blocks = StoreBlocks(
-        store, block_size, max_tokens=data.max_tokens, packing=data.packing, document_mask=data.document_mask
+        store,
+        block_size,
+        max_tokens=data.max_tokens,
+        packing=data.packing,
+        split_long=data.split_long,
+        document_mask=data.document_mask,
     )
+    if blocks.cuts is not None:
+        blocks.cuts.report()
     rows = _validation_rows(store.validation_documents(), tokenizer, block_size, data.max_eval_tokens)
     return Corpus(store.description, tokenizer, blocks, rows, _collator(data, tokenizer))
 

@@ -179,6 +179,7 @@ def run_recipe(main: Callable[[], None]) -> None:
     try:
         main()
         if dist.is_initialized():
+            dist.barrier()  # rank 0 writes last: no launcher ends the others, or the group, before it is done
             dist.destroy_process_group()
     except (ValueError, OSError, ImportError, RunStopped) as error:
         if with_traceback:

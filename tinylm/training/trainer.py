@@ -17,17 +17,19 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, seed_worker
 
 from tinylm.data.order import GlobalBatches
+from tinylm.data.records import NumberedExamples, RecordCuts
 from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
-from .callbacks import HOW_TO_GO_ON, ProgressLine, StatusFile
+from .callbacks import HOW_TO_GO_ON, AuditFiles, ProgressLine, StatusFile
 from .launch import RunStopped, sum_over_ranks
+from .record_audit import RecordAudit
 from .run_record import write_status
 from .stream_loader import StreamLoader
 from .trackers import prepare_trackers
@@ -103,6 +105,7 @@ class LanguageModelTrainer(Trainer):
         self.meter = LossMeter(self.args.device)
         self.num_bad_steps = 0  # in all
         self._bad_steps_in_a_row = 0
+        self.record_audit: RecordAudit | None = None
 
     @property
     def engine(self) -> str:
@@ -133,7 +136,16 @@ class LanguageModelTrainer(Trainer):
             world_size=args.world_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
         )
-        return OrderedLoader(self.train_dataset, batch_sampler=batches, **settings)
+        dataset = self._audited(self.train_dataset, batches) if args.record_audit else self.train_dataset
+        return OrderedLoader(dataset, batch_sampler=batches, **settings)
+
+    def _audited(self, dataset: Dataset, batches: GlobalBatches) -> Dataset:
+        """The dataset with `record_ids` in its examples, and the audit that notes them."""
+        cuts: RecordCuts | None = getattr(dataset, "cuts", None)
+        self.record_audit = RecordAudit(self.args.output_dir, batches, None if cuts is None else cuts.record_ids())
+        self.remove_callback(AuditFiles)  # of an earlier `train`
+        self.add_callback(AuditFiles(self.record_audit))
+        return NumberedExamples(dataset) if cuts is None else dataset
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
         if resume_from_checkpoint:
@@ -151,6 +163,9 @@ class LanguageModelTrainer(Trainer):
     # Loss: counted, and never silently not a number.
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
+        record_ids = inputs.pop("record_ids", None)
+        if self.record_audit is not None:
+            self.record_audit.add(self.state.global_step + 1, record_ids.tolist())
         loss = super().training_step(model, inputs, num_items_in_batch)
         # `compute_loss` multiplies by the ranks, because DDP divides the gradients by them.
         self.meter.add(loss * num_items_in_batch / self.accelerator.num_processes, inputs)
@@ -186,6 +201,12 @@ class LanguageModelTrainer(Trainer):
             self.meter.reduce()
             logs["train_loss"] = self.meter.mean
         super().log(logs, start_time)
+
+    def _save_checkpoint(self, *args, **kwargs) -> None:
+        if self.record_audit is not None:
+            self.record_audit.close_part()
+            self.accelerator.wait_for_everyone()  # no checkpoint is there before all parts of its steps are
+        super()._save_checkpoint(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As in the Trainer, with `use_cache` as the model came, or generation from the saved model would be slow, and
