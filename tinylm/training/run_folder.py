@@ -44,7 +44,7 @@ def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -
 
     Every rank has to call it; rank 0 writes.
     """
-    metrics = {**train_metrics, **trainer.meter.total, **trainer.evaluate()}
+    metrics = {**train_metrics, **trainer.meter.total, **_last_validation(trainer)}
     trainer.save_model()
     if trainer.is_world_process_zero():
         folder = Path(trainer.args.output_dir)
@@ -53,6 +53,14 @@ def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -
         write_atomically(folder / "all_results.json", json.dumps(metrics, indent=2, sort_keys=True) + "\n")
         draw_loss_curves(trainer.state.log_history, folder / "loss.png")
     return metrics
+
+
+def _last_validation(trainer: LanguageModelTrainer) -> dict[str, float]:
+    """The scores of the model that is saved: those of its last step if it was validated there, else taken now."""
+    for entry in [] if trainer.args.load_best_model_at_end else trainer.state.log_history[::-1]:
+        if entry.get("step") == trainer.state.global_step and "eval_loss" in entry:
+            return {name: value for name, value in entry.items() if name.startswith("eval_")}
+    return trainer.evaluate()
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
