@@ -132,7 +132,7 @@ def _open_stream(
     if run.max_steps <= 0:
         raise ValueError(
             f"A stream has no length, so the run has to be told when it ends; `max_steps` is {run.max_steps}. Set"
-            " `--max_steps`, or prepare the corpus first (`--prepared_corpus`)."
+            " `--max_steps`, prepare the corpus first (`--prepared_corpus`), or train on records (`--packing false`)."
         )
     if run.record_audit or data.split_long:
         raise ValueError(
