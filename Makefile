@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test test-slow style pretrain bench
+.PHONY: demo test test-slow style pretrain pretrain-tiny bench
 
 .venv/installed: setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -17,6 +17,9 @@ demo: .venv/installed
 
 pretrain: .venv/installed
 	$(BIN)/accelerate launch recipes/pretrain_tlm.py $(ARGS)
+
+pretrain-tiny: .venv/installed
+	$(BIN)/accelerate launch recipes/pretrain_tlm.py --config recipes/configs/pretrain_tlm/tiny.yaml $(ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

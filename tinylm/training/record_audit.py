@@ -85,16 +85,17 @@ class RecordAudit:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.record_ids is not None:
                 _write_whole(pa.table({"record_id": self.record_ids}), self.folder / "examples.parquet")
-            (self.folder / "about.json").write_text(json.dumps(asdict(order), indent=2) + "\n", encoding="utf-8")
+            beside = self.folder / ".about.json"  # another rank may be reading it
+            beside.write_text(json.dumps(asdict(order), indent=2) + "\n", encoding="utf-8")
+            os.replace(beside, self.folder / "about.json")
 
     def add(self, step: int, record_ids: list[int]) -> None:
         """The records of this rank's next micro-batch, which belongs to `step`."""
         rows = self._rows
         micro_step = rows["micro_step"][-1] + 1 if rows["step"] and rows["step"][-1] == step else 0
-        values = (step, micro_step, self.batches.epoch)
-        for name, value in zip(COLUMNS, values, strict=False):
-            rows[name].extend([value] * len(record_ids))
-        rows["record_id"].extend(record_ids)
+        columns = ([value] * len(record_ids) for value in (step, micro_step, self.batches.epoch))
+        for name, column in zip(COLUMNS, (*columns, record_ids), strict=True):
+            rows[name].extend(column)
 
     def close_part(self) -> None:
         """Writes what was noted since the last part; nothing if that is nothing."""
