@@ -57,7 +57,9 @@ def load_config(name_or_path: str) -> PreTrainedConfig:
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a local folder or of a repository of the Hub; `bytes` is the one of 258 ids."""
     if name_or_path == "bytes":
-        return byte_tokenizer()
+        tokenizer = byte_tokenizer()
+        tokenizer.name_or_path = name_or_path  # for messages
+        return tokenizer
     if name_or_path.count("/") != 1 and not Path(name_or_path).exists():
         raise FileNotFoundError(
             f"There is no tokenizer at `{name_or_path}`. Set `--tokenizer_name_or_path` to a folder that"
