@@ -138,6 +138,9 @@ class RunArguments(TrainingArguments):
     """`TrainingArguments` plus what it lacks. Construction settles the device, the process group and the precision."""
 
     learning_rate: float = field(default=1e-3, metadata=_help("Peak learning rate of AdamW."))
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata=_help("Look for weights that a step did not use; costs a walk through the graph.")
+    )
     precision: str = field(
         default="auto",
         metadata=_help("auto (bf16 where the hardware has it, else fp16 on a GPU, else fp32) or a name."),
