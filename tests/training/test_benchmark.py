@@ -150,8 +150,10 @@ def test_the_baseline_is_scored_on_the_demos_text_in_both_windows(run_config, tm
 
 def write_demo(folder: Path, num_bytes: int) -> None:
     folder.mkdir(exist_ok=True)
-    results = {"train_runtime": 12.5, "eval_bits_per_byte": 2.25, "eval_num_bytes": num_bytes}
+    results = {"train_runtime": 15.0, "eval_bits_per_byte": 2.25, "eval_num_bytes": num_bytes}
     (folder / "all_results.json").write_text(json.dumps(results))
+    history = [{"eval_runtime": 2.5}, {"loss": 1.0}, {"train_runtime": 15.0}, {"eval_runtime": 9.0}]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     (folder / "run.json").write_text(json.dumps({"commit": "abc", "hardware": "a machine"}))
 
 

@@ -10,6 +10,7 @@ What differs from the stock Trainer, and why:
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -226,6 +227,7 @@ class LanguageModelTrainer(Trainer):
         model = self._wrap_model(self.model, training=False)
         if not self.is_in_train:
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        began = time.perf_counter()
         scores = score(
             model,
             rows,
@@ -236,6 +238,7 @@ class LanguageModelTrainer(Trainer):
         )
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
         metrics[f"{metric_key_prefix}_loss"] = scores["nats_per_token"]
+        metrics[f"{metric_key_prefix}_runtime"] = time.perf_counter() - began
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

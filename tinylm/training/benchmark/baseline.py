@@ -46,14 +46,21 @@ def read_demo(demo_dir: str) -> Demo:
             f"The part `baseline` compares with a finished demo, and there is none in `{demo_dir}`. Run `make demo`"
             " first, set `--demo_dir`, or leave `baseline` out of `--parts`."
         )
-    numbers, made = (json.loads(path.read_text(encoding="utf-8")) for path in (results, record))
+    state = Path(demo_dir, "trainer_state.json")
+    numbers, made, history = (json.loads(path.read_text(encoding="utf-8")) for path in (results, record, state))
     return Demo(
         commit=made["commit"],
         hardware=made["hardware"],
-        train_seconds=numbers["train_runtime"],
+        train_seconds=numbers["train_runtime"] - _validation_seconds(history["log_history"]),
         bits_per_byte=numbers["eval_bits_per_byte"],
         num_bytes=numbers["eval_num_bytes"],
     )
+
+
+def _validation_seconds(log_history: list[dict[str, float]]) -> float:
+    """What the validations in the middle of a training took: the plain loop's seconds hold none."""
+    end = next(place for place, entry in enumerate(log_history) if "train_runtime" in entry)
+    return sum(entry.get("eval_runtime", 0.0) for entry in log_history[:end])
 
 
 def measure_baseline(run_config: str, scratch: str, demo_dir: str, *, num_steps: int) -> list[Measurement]:
