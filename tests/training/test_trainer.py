@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from tests.distributed import run_on_ranks
 from tests.training.tiny import VOCAB, UnevenRows, run_arguments, stack, tiny_model, trainer_for
 from tinylm.evaluation.scoring import scoring_rows
+from tinylm.training import precision
 from tinylm.training.launch import RunStopped
 
 
@@ -261,6 +262,17 @@ def test_a_checkpoint_holds_no_pickled_arguments(tmp_path):
     for path in (tmp_path / "checkpoint-1").iterdir():
         assert b"hf_secretsecret" not in path.read_bytes(), path
     assert not (tmp_path / "checkpoint-1" / "training_args.bin").exists()
+
+
+def test_bf16_logits_are_not_copied_to_fp32_and_the_loss_is_fp32(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "_cpu_has_bf16", lambda: True)
+    trainer = trainer_for(tiny_model(), UnevenRows(), run_arguments(tmp_path, max_steps=1, precision="bf16"))
+    seen = []
+    trainer.model.register_forward_hook(
+        lambda model, args, output: seen.append((output.logits.dtype, output.loss.dtype))
+    )
+    trainer.train()
+    assert seen == [(torch.bfloat16, torch.float32)]
 
 
 def test_a_saved_model_generates_with_its_cache(tmp_path):

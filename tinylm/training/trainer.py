@@ -14,9 +14,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import torch
 from accelerate.utils import DistributedType
+from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerState
@@ -161,6 +163,11 @@ class LanguageModelTrainer(Trainer):
                 write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
             raise
 
+    def _prepare_for_training(self, *args, **kwargs) -> tuple[nn.Module, DataLoader | StreamLoader]:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        leave_logits_in_half(self.model)
+        return prepared
+
     # Loss: counted, and never silently not a number.
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
@@ -242,6 +249,17 @@ class LanguageModelTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def leave_logits_in_half(model: nn.Module) -> None:
+    """Takes off accelerate's copy of all outputs to fp32 after each forward; autocast stays.
+
+    The loss is in fp32 by itself, and nothing else reads the logits in training: 67 MB a step for 8 x 512 x 4096.
+    """
+    function = getattr(model.__dict__.get("forward"), "__func__", None)
+    conversion = getattr(function, "__wrapped__", None)
+    if isinstance(conversion, ConvertOutputsToFp32):
+        model.forward = MethodType(conversion.model_forward, model)
 
 
 class OrderedLoader(DataLoader):
