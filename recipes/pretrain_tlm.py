@@ -12,7 +12,7 @@ import tinylm.models  # noqa: F401  (registers the Auto classes)
 from tinylm.generation import generate_text
 from tinylm.publish.cards import write_card
 from tinylm.training.arguments import DataArguments, ModelArguments, RunArguments, parse_arguments
-from tinylm.training.checkpoints import check_space, checkpoint_to_resume
+from tinylm.training.checkpoints import check_space, checkpoint_to_resume, is_done
 from tinylm.training.corpus import load_config, open_corpus
 from tinylm.training.launch import run_recipe, start
 from tinylm.training.run_folder import begin_run, finish_run
@@ -25,6 +25,9 @@ def main() -> None:
     run, data, model_args = parse_arguments((RunArguments, DataArguments, ModelArguments), default_config=DEFAULT_RUN)
     launch = start(run.device, run.num_threads)
     checkpoint = checkpoint_to_resume(run.output_dir, run.resume_from_checkpoint)
+    if is_done(checkpoint, run):
+        print(f"The run in {run.output_dir} is finished. `--max_steps` or `--num_train_epochs` would take it further.")
+        return
     config = load_config(model_args.config_name)
     check_space(run.output_dir, config)
     corpus = open_corpus(data, run, config, model_args.tokenizer_name_or_path)
@@ -45,7 +48,12 @@ def main() -> None:
     finish_run(trainer, result.metrics)
     if trainer.is_world_process_zero():
         write_card(run.output_dir)
-        settings = {"max_new_tokens": 60, "temperature": 0.8, "top_k": 50, "seed": run.seed}
+        settings = {
+            "max_new_tokens": min(60, config.max_position_embeddings // 2),
+            "temperature": 0.8,
+            "top_k": 50,
+            "seed": run.seed,
+        }
         for text in generate_text(trainer.model, corpus.tokenizer, run.sample_prompts, **settings):
             print(f"--- sample\n{text}")
 

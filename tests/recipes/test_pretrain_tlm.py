@@ -129,13 +129,20 @@ def test_a_finished_run_is_not_started_again_and_auto_goes_on(folder, launches, 
     again = folder / "again.yaml"
     again.write_text((folder / "run.yaml").read_text() + "resume_from_checkpoint: auto\n")
     flags = ["--config", again, "--output_dir", folder / "prepared", "--prepared_corpus", folder / "corpus"]
+    flags += ["--document_mask", "true"]
+    assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6) == 2, "one rank now: half the global batch"
+    assert "global batch size was 4 and is 2 now" in capsys.readouterr().err
+    flags += ["--gradient_accumulation_steps", "2"]
     assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6, "--document_mask", "true") == 0
     state = json.loads((folder / "prepared" / "trainer_state.json").read_text())
     logged = [entry for entry in state["log_history"] if "loss" in entry]
     assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
-    assert [entry["num_tokens_read"] for entry in logged] == [256, 512, 768, 1024, 1152, 1280]  # then one rank less
-    assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6, "--document_mask", "true") == 0
+    assert [entry["num_tokens_read"] for entry in logged] == [256, 512, 768, 1024, 1280, 1536]
     assert "Going on from" in capsys.readouterr().out
+    before = {path: path.read_bytes() for path in (folder / "prepared").glob("*.*")}
+    assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6, "--document_mask", "true") == 0
+    assert "is finished" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in (folder / "prepared").glob("*.*")}
 
 
 def test_one_process_trains_its_own_tokenizer_and_pads_records(folder, tmp_path, monkeypatch, capsys):

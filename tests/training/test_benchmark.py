@@ -171,7 +171,7 @@ def test_a_missing_demo_is_named(tmp_path):
 def test_progress_reads_the_lines_that_a_run_prints(monkeypatch, caplog):
     caplog.set_level("INFO", logger="tinylm")
     state = TrainerState(max_steps=120)
-    line = ProgressLine()
+    line = ProgressLine(lambda: {"num_tokens_read": 0})
     line.on_train_begin(None, state, None)
     state.global_step = 7
     line.on_log(None, state, None, {"loss": 3.0, "learning_rate": 1e-3, "num_tokens_read": 10**9})

@@ -8,6 +8,7 @@ import torch
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm.training import checkpoints
 from tinylm.training.checkpoints import check_saving, check_space, checkpoint_to_resume, find_fault
+from tinylm.training.run_record import write_status
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,22 @@ def test_the_newest_complete_checkpoint_is_found_beside_broken_ones(run_folder, 
     assert checkpoint_to_resume(str(run_folder), "auto") == str(run_folder / "checkpoint-4")
     assert ["checkpoint-8" in record.message for record in caplog.records] == [True, False]
     assert "checkpoint-6" in caplog.records[1].message
+
+
+def test_a_path_does_not_open_the_folder_of_another_run(run_folder, finished_run, tmp_path):
+    checkpoint = str(finished_run / "checkpoint-4")
+    with pytest.raises(FileExistsError, match="holds another run"):
+        checkpoint_to_resume(str(run_folder), checkpoint)
+    assert checkpoint_to_resume(str(tmp_path / "new"), checkpoint) == checkpoint
+
+
+def test_auto_does_not_start_over_a_finished_run_without_checkpoints(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    write_status(str(tmp_path), "running", 3)
+    assert checkpoint_to_resume(str(tmp_path), "auto") is None
+    write_status(str(tmp_path), "finished", 3)
+    with pytest.raises(FileExistsError, match="holds another run"):
+        checkpoint_to_resume(str(tmp_path), "auto")
 
 
 def test_a_path_that_is_no_checkpoint_is_refused_with_the_reason(tmp_path, run_folder):

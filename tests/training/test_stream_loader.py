@@ -1,8 +1,10 @@
 """Streams are given out in whole optimizer steps, and a resumed run passes over what it has seen."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from tinylm.training.launch import RunStopped
 from tinylm.training.stream_loader import StreamLoader
 
 
@@ -45,5 +47,7 @@ def test_a_resumed_run_passes_over_whole_epochs():
     assert epochs(stream_loader(length=5, window_size=2, windows_done=4), 2)[0] == [20, 21, 22, 23]
 
 
-def test_an_empty_stream_ends():
-    assert epochs(stream_loader(length=0, window_size=2, windows_done=3), 1) == [[]]
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_stream_without_one_window_ends_the_run(length):
+    with pytest.raises(RunStopped, match="ends before every rank has the micro-batches of one optimizer step"):
+        epochs(stream_loader(length=length, window_size=2), 1)

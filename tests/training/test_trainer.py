@@ -177,7 +177,7 @@ def test_ranks_with_unequal_streams_stop_together_and_say_what_is_left(two_ranks
     for found in two_ranks:
         step, epochs, messages, totals = found["stream"]
         assert (step, epochs) == (5, [0, 1, 2])
-        assert messages.count("End of an epoch of the stream, on all ranks together: 2 rows left over.") == 2
+        assert messages.count("An epoch of the stream ends on all ranks together: 2 rows read and left over.") == 2
         assert totals == two_ranks[0]["stream"][3]
 
 

@@ -59,7 +59,8 @@ class Reader:
 
     def __init__(self, stream: "PackedStream", number: int, num_readers: int) -> None:
         self.stream, self.number, self.num_readers = stream, number, num_readers
-        self.parts = assign_shards(len(stream.source.shards), number, num_readers)
+        turn = (number + stream.epoch) % num_readers  # shards differ in length: no reader keeps the same ones
+        self.parts = assign_shards(len(stream.source.shards), turn, num_readers)
         self.max_tokens = stream.share_of_tokens(num_readers)
         self.part, self.num_taken, self.num_tokens = 0, 0, 0
         self.encoded: list[np.ndarray] = []

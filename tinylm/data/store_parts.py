@@ -66,7 +66,10 @@ def _documents(
             token_ids, num_bytes = [*token_ids, document_start_id(tokenizer)], len(text.encode())
             if split == "train" and left is not None:
                 if left < len(token_ids):
-                    token_ids = token_ids[:left]
+                    token_ids = [
+                        *token_ids[: left - 1],
+                        document_start_id(tokenizer),
+                    ]  # a part ends with eos
                     num_bytes = len(tokenizer.decode(token_ids).encode())  # true but for a cut character
                 left -= len(token_ids)
             yield split, token_ids, num_bytes, place

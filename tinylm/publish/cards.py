@@ -1,6 +1,7 @@
 """The card of a run: a README.md that the Hub understands, written from what the run recorded."""
 
 import json
+import re
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -51,8 +52,9 @@ def write_card(folder: str | Path, *, data_license: str | None = None) -> None:
     metadata = ModelCardData(
         license=data_license, library_name="transformers", pipeline_tag="text-generation", tags=["tinylm"]
     )
+    source = re.sub(r"`[^`]*/([^`/]+)`", r"`\1`", run["data_source"])  # no folder of this machine
     card = _CARD.format(
-        **{**run, **results},
+        **{**run, **results, "data_source": source},
         metadata=metadata.to_yaml(),
         name=folder.resolve().name,
         parameters_total=run["parameters"]["total"],

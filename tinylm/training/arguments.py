@@ -162,6 +162,11 @@ class RunArguments(TrainingArguments):
             raise ValueError("A run needs a folder of its own. Set `--output_dir`.")
         if not (torch.accelerator.is_available() and not self.use_cpu):
             self.use_cpu = True  # or two ranks of a CPU launch would not become one group
+        if not self.average_tokens_across_devices:
+            raise ValueError(
+                "The loss is divided by the targets of all ranks, and `average_tokens_across_devices: false` asks for"
+                " each rank's own. Leave it out."
+            )
         asked = _asked_precision(self.precision, bf16=self.bf16, fp16=self.fp16)
         check_against_launcher(asked, os.environ.get("ACCELERATE_MIXED_PRECISION"))
         self.precision = resolve_precision(asked, os.environ.get("ACCELERATE_MIXED_PRECISION"), use_cpu=self.use_cpu)

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Callable
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -16,12 +17,19 @@ HOW_TO_GO_ON = "the same command with --resume_from_checkpoint auto"
 
 
 class ProgressLine(TrainerCallback):
-    """Step, loss, tokens/s over all ranks, learning rate, time left; a line for each validation."""
+    """Step, loss, tokens/s over all ranks, learning rate, time left; a line for each validation.
+
+    Args:
+        totals: the run's token counts, looked at when training begins.
+    """
+
+    def __init__(self, totals: Callable[[], dict[str, int]]) -> None:
+        self._totals = totals
 
     def on_train_begin(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.began = self.logged_at = time.perf_counter()
         self.first_step = state.global_step
-        self.tokens = 0
+        self.tokens = self._totals()["num_tokens_read"]  # of a run that is gone on with
 
     def on_log(self, args: RunArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs) -> None:
         if not state.is_world_process_zero:
@@ -65,7 +73,7 @@ def _duration(seconds: float) -> str:
 
 
 class StatusFile(TrainerCallback):
-    """Keeps the run's `STATUS` true from the first step to the last."""
+    """Keeps the run's `STATUS` true while it trains; `finish_run` writes the last word."""
 
     def on_train_begin(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._write(args, state, "running")
@@ -73,12 +81,9 @@ class StatusFile(TrainerCallback):
     def on_save(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._write(args, state, "running")
 
-    def on_train_end(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        self._write(args, state, "finished")
-
     def _write(self, args: RunArguments, state: TrainerState, status: str) -> None:
         if state.is_world_process_zero:
-            write_status(args.output_dir, status, state.global_step, "" if status == "finished" else HOW_TO_GO_ON)
+            write_status(args.output_dir, status, state.global_step, HOW_TO_GO_ON)
 
 
 class AuditFiles(TrainerCallback):

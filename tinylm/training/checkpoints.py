@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,36 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
             raise FileNotFoundError(
                 f"`resume_from_checkpoint` needs a complete checkpoint; `{resume_from_checkpoint}` is not one: {fault}."
             )
+        if Path(resume_from_checkpoint).resolve().parent != folder.resolve():
+            _refuse_another_run(folder)
         return resume_from_checkpoint
-    if resume_from_checkpoint is None:
-        if any(folder.glob("checkpoint-*")) or (folder / "run.json").exists():
-            raise FileExistsError(
-                f"`{output_dir}` holds another run, which is never overwritten. Set `--resume_from_checkpoint auto`"
-                " to go on with it, or another `--output_dir`."
-            )
-        return None
-    return latest_complete_checkpoint(folder)
+    found = latest_complete_checkpoint(folder) if resume_from_checkpoint == "auto" else None
+    if found is None and (resume_from_checkpoint is None or _is_finished(folder)):
+        _refuse_another_run(folder)
+    return found
+
+
+def is_done(checkpoint: str | None, run: TrainingArguments) -> bool:
+    """Whether `checkpoint` belongs to a finished run that was asked for no further step."""
+    if checkpoint is None or not _is_finished(Path(run.output_dir)):
+        return False
+    state = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))
+    if run.max_steps > 0:
+        return state["global_step"] >= run.max_steps
+    return run.num_train_epochs <= state["num_train_epochs"]
+
+
+def _is_finished(folder: Path) -> bool:
+    path = folder / "STATUS"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["status"] == "finished"
+
+
+def _refuse_another_run(folder: Path) -> None:
+    if any(folder.glob("checkpoint-*")) or (folder / "run.json").exists():
+        raise FileExistsError(
+            f"`{folder}` holds another run, which is never overwritten. Set `--resume_from_checkpoint auto`"
+            " to go on with it, or another `--output_dir`."
+        )
 
 
 def latest_complete_checkpoint(folder: Path) -> str | None:

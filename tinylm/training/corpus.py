@@ -93,6 +93,10 @@ def open_corpus(
             whatever is wrong with the source.
     """
     block_size = checked_block_size(data.block_size, config)
+    if data.document_mask and not data.packing:
+        raise ValueError(
+            "`document_mask` is about blocks; records are documents anyway. Leave it out with `--packing false`."
+        )
     if data.split_long and data.packing:
         raise ValueError("`split_long` is about records, and blocks are not records. Set `--packing false` as well.")
     corpus = _way(data)(data, run, config, tokenizer_name_or_path, block_size)
@@ -115,7 +119,12 @@ def checked_block_size(block_size: int | None, config: PreTrainedConfig) -> int:
     Raises:
         ValueError: a block of fewer than 2 tokens, or of more than the context.
     """
-    context = config.max_position_embeddings
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise ValueError(
+            f"A block has to fit the model's context, and a `{config.model_type}` states none in"
+            " `max_position_embeddings`. Choose another architecture with `--config_name`."
+        )
     if block_size is not None and not 2 <= block_size <= context:
         raise ValueError(
             f"A block holds at least 2 tokens and at most the model's context of {context}; `block_size` is"
@@ -224,6 +233,8 @@ def _obtain_tokenizer(
     name_or_path: str | None, source: Source, run: RunArguments, config: PreTrainedConfig
 ) -> PreTrainedTokenizerBase:
     """The tokenizer named, or one that rank 0 trains on the source into the run's folder."""
+    if name_or_path is None and run.resume_from_checkpoint not in (None, "auto"):
+        name_or_path = run.resume_from_checkpoint  # whose weights go with its ids
     if name_or_path is None:
         name_or_path = str(Path(run.output_dir, "tokenizer"))
         going_on = run.resume_from_checkpoint and Path(name_or_path, "tokenizer.json").is_file()

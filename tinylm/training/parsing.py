@@ -16,7 +16,8 @@ import yaml
 from transformers import HfArgumentParser
 
 # Naming a source by hand replaces the run file's source as a whole, not one half of it.
-_SOURCE_FLAGS = {"dataset_name", "dataset_config_name", "data_files", "prepared_corpus"}
+_SOURCES = {"dataset_name", "data_files", "prepared_corpus"}
+_SOURCE_FLAGS = {*_SOURCES, "dataset_config_name"}
 
 
 def parse_arguments(
@@ -39,7 +40,7 @@ def parse_arguments(
     known = {name.lstrip("-").replace("-", "_") for action in parser._actions for name in action.option_strings}
     given = {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in argv if flag.startswith("--")}
     from_file = _read_run_file(config, known) if config else {}
-    if given & _SOURCE_FLAGS:
+    if given & _SOURCES:
         from_file = {key: value for key, value in from_file.items() if key not in _SOURCE_FLAGS}
     flags = [word for key, value in from_file.items() for word in _as_flag(key, value)]
     *instances, _, unknown = parser.parse_args_into_dataclasses(

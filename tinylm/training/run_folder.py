@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from .checkpoints import check_saving
 from .curves import draw_loss_curves
 from .launch import Launch, check_engine
-from .run_record import write_atomically, write_run_json
+from .run_record import write_atomically, write_run_json, write_status
 from .trainer import LanguageModelTrainer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
         write_atomically(folder / "all_results.json", json.dumps(metrics, indent=2, sort_keys=True) + "\n")
         draw_loss_curves(trainer.state.log_history, folder / "loss.png")
+        write_status(trainer.args.output_dir, "finished", trainer.state.global_step)
     return metrics
 
 

@@ -17,7 +17,7 @@ from .launch import Launch
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "sentencepiece", "numpy")
 _SECRET = re.compile(r"(token|key|secret|password)", re.IGNORECASE)
-_TOKEN = re.compile(r"\b(hf_|sk-|ghp_)\w{8,}")
+_TOKEN = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_)[\w-]{8,}")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from itertools import islice
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from .launch import sum_over_ranks
+from .launch import RunStopped, sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,14 @@ class StreamLoader:
                 else:
                     given = True
                     yield from window
-            if given or not passed_over:
+            if not given and not passed_over:
+                raise RunStopped(
+                    "The stream ends before every rank has the micro-batches of one optimizer step: too little text, or"
+                    " fewer documents than ranks. Give more, or lower the ranks, `--per_device_train_batch_size`,"
+                    " `--gradient_accumulation_steps` or `--block_size`; one long text can be divided with"
+                    " `--document_separator` or prepared (`--prepared_corpus`)."
+                )
+            if given:
                 return
             self._epochs_passed_over += 1
 
@@ -67,6 +74,9 @@ class StreamLoader:
             rows = sum(len(batch["input_ids"]) for batch in window)
             ranks_run_dry, rows_left = sum_over_ranks([len(window) < self.window_size, rows])
             if ranks_run_dry:
-                logger.info("End of an epoch of the stream, on all ranks together: %d rows left over.", rows_left)
+                logger.info(
+                    "An epoch of the stream ends on all ranks together: %d rows read and left over.",
+                    rows_left,
+                )
                 return
             yield window

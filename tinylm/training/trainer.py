@@ -9,9 +9,9 @@ What differs from the stock Trainer, and why:
 - tokens are counted over all ranks: read, not padding, trained on.
 """
 
+import json
 import logging
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -21,8 +21,8 @@ from accelerate.utils import DistributedType
 from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from transformers import PrinterCallback, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers import PrinterCallback, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, seed_worker
 
 from tinylm.data.order import GlobalBatches
@@ -33,12 +33,15 @@ from .arguments import RunArguments
 from .callbacks import HOW_TO_GO_ON, AuditFiles, ProgressLine, StatusFile
 from .launch import RunStopped, sum_over_ranks
 from .record_audit import RecordAudit
-from .run_record import write_status
+from .run_record import write_atomically, write_status
 from .stream_loader import StreamLoader
 from .trackers import prepare_trackers
 
 logger = logging.getLogger(__name__)
 
+
+PROGRESS_NAME = "progress.json"
+"""In each checkpoint: the order of the data and the tokens so far."""
 
 _ENGINES = {DistributedType.NO: "none", DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "deepspeed"}
 
@@ -79,11 +82,10 @@ class LossMeter:
         """Nats a target over all that was reduced in this process."""
         return self.total_nats / self.total_targets if self.total_targets else float("nan")
 
-    def go_on_from(self, log_history: Sequence[dict[str, float]]) -> None:
-        """Takes the totals over from the last log of the run that is gone on with."""
-        for entry in log_history:
-            if "loss" in entry:
-                self.total = {name: entry[name] for name in self.COUNTS}
+    def counts(self) -> dict[str, int]:
+        """All tokens so far over all ranks, the present window's included. Every rank has to call it."""
+        window = sum_over_ranks(list(self.window.values()))
+        return {name: self.total[name] + int(count) for name, count in zip(self.COUNTS, window, strict=True)}
 
 
 def count_targets(inputs: dict[str, Tensor]) -> int:
@@ -103,9 +105,10 @@ class LanguageModelTrainer(Trainer):
         self._use_cache = getattr(kwargs["model"].config, "use_cache", None)  # the Trainer turns it off for training
         super().__init__(args=args, **kwargs)
         self.remove_callback(PrinterCallback)
-        self.add_callback(ProgressLine)
-        self.add_callback(StatusFile)
         self.meter = LossMeter(self.args.device)
+        self.add_callback(ProgressLine(lambda: self.meter.total))
+        self.add_callback(StatusFile)
+        self._loss_shifts_labels = True  # causal models do, also those whose class says nothing of its loss
         self.num_bad_steps = 0  # in all
         self._bad_steps_in_a_row = 0
         self.record_audit: RecordAudit | None = None
@@ -152,8 +155,7 @@ class LanguageModelTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
         if resume_from_checkpoint:
-            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint, TRAINER_STATE_NAME)))
-            self.meter.go_on_from(state.log_history)
+            self._go_on_from(Path(resume_from_checkpoint, PROGRESS_NAME))
             logger.info("Going on from %s", resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, **kwargs)
@@ -210,11 +212,42 @@ class LanguageModelTrainer(Trainer):
             logs["train_loss"] = self.meter.mean
         super().log(logs, start_time)
 
+    def _order(self) -> dict[str, int | None]:
+        """What decides which examples a step sees. Streams are read by ranks x workers, each in batches of its own."""
+        args, is_stream = self.args, isinstance(self.train_dataset, IterableDataset)
+        return {
+            "global_batch_size": self.get_total_train_batch_size(args),
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "examples": None if is_stream else len(self.train_dataset),
+            "readers": args.world_size * max(1, args.dataloader_num_workers) if is_stream else None,
+            "accumulation_steps": args.gradient_accumulation_steps if is_stream else None,
+        }
+
+    def _go_on_from(self, path: Path) -> None:
+        """Takes the token counts over, and refuses an order of the data that would repeat or skip rows in silence."""
+        if not path.is_file():
+            logger.warning("`%s` is missing: whether the data is in the same order cannot be checked.", path)
+            return
+        progress, order = json.loads(path.read_text(encoding="utf-8")), self._order()
+        for name, before in progress["order"].items():
+            if order[name] != before:
+                raise ValueError(
+                    f"A run goes on with the order of data that it began with, or rows are repeated and skipped: its"
+                    f" {name.replace('_', ' ')} was {before} and is {order[name]} now. With another number of ranks,"
+                    " choose `--per_device_train_batch_size` and `--gradient_accumulation_steps` so that their product"
+                    " with it stays; a stream needs the same ranks and workers."
+                )
+        self.meter.total = progress["tokens"]
+
     def _save_checkpoint(self, *args, **kwargs) -> None:
+        progress = {"order": self._order(), "tokens": self.meter.counts()}
         if self.record_audit is not None:
             self.record_audit.close_part()
             self.accelerator.wait_for_everyone()  # no checkpoint is there before all parts of its steps are
         super()._save_checkpoint(*args, **kwargs)
+        if self.args.should_save:
+            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            write_atomically(folder / PROGRESS_NAME, json.dumps(progress) + "\n")
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As in the Trainer, with `use_cache` as the model came, or generation from the saved model would be slow, and
