@@ -66,11 +66,9 @@ def _documents(
             token_ids, num_bytes = [*token_ids, document_start_id(tokenizer)], len(text.encode())
             if split == "train" and left is not None:
                 if left < len(token_ids):
-                    token_ids = [
-                        *token_ids[: left - 1],
-                        document_start_id(tokenizer),
-                    ]  # a part ends with eos
-                    num_bytes = len(tokenizer.decode(token_ids).encode())  # true but for a cut character
+                    kept = token_ids[: left - 1]
+                    token_ids = [*kept, document_start_id(tokenizer)]  # the next part begins a document
+                    num_bytes = len(tokenizer.decode(kept).encode())  # true but for a cut character
                 left -= len(token_ids)
             yield split, token_ids, num_bytes, place
             if left == 0:
