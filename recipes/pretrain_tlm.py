@@ -43,7 +43,7 @@ def main() -> None:
         data_collator=corpus.collate,
         processing_class=corpus.tokenizer,
     )
-    begin_run(trainer, launch, corpus.description)
+    begin_run(trainer, launch, corpus.description, checkpoint)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     finish_run(trainer, result.metrics)
     if trainer.is_world_process_zero():

@@ -113,6 +113,15 @@ def test_the_order_is_fixed_by_seed_and_epoch() -> None:
     assert sorted(order(0, 0)) == sorted(order(1, 1)) == sorted(order(0, 2, num_workers=2))
 
 
+def test_shards_change_hands_with_every_epoch() -> None:
+    stream = stream_of(source_of(numbered_documents(5), numbered_documents(9)), world_size=2)
+    shares = []
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        shares.append([Reader(stream, rank, 2).parts for rank in range(2)])
+    assert shares[0] == shares[1][::-1] != shares[1]
+
+
 def test_readers_do_not_share_their_randomness() -> None:
     stream = stream_of(source_of(*[numbered_documents(40)] * 2), shuffle_window=16, world_size=2)
     first, second = ([block.tolist() for block in Reader(stream, number, 2).examples()] for number in range(2))

@@ -130,8 +130,10 @@ def test_a_finished_run_is_not_started_again_and_auto_goes_on(folder, launches, 
     again.write_text((folder / "run.yaml").read_text() + "resume_from_checkpoint: auto\n")
     flags = ["--config", again, "--output_dir", folder / "prepared", "--prepared_corpus", folder / "corpus"]
     flags += ["--document_mask", "true"]
+    record = (folder / "prepared" / "run.json").read_text()
     assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6) == 2, "one rank now: half the global batch"
     assert "global batch size was 4 and is 2 now" in capsys.readouterr().err
+    assert (folder / "prepared" / "run.json").read_text() == record
     flags += ["--gradient_accumulation_steps", "2"]
     assert run_here(monkeypatch, "pretrain_tlm", *flags, "--max_steps", 6, "--document_mask", "true") == 0
     state = json.loads((folder / "prepared" / "trainer_state.json").read_text())

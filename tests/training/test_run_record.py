@@ -23,6 +23,7 @@ def test_the_examples_in_the_docstrings_hold(module):
     [
         (["--hub_token=hf_abcdefghij"], ["--hub_token=***"]),
         (["--hub_token", "abc", "--seed", "1"], ["--hub_token", "***", "--seed", "1"]),
+        (["--run_name", "sk-proj-abcdefgh", "github_pat_abcdefgh"], ["--run_name", "***", "***"]),
         (["--run_name", "see hf_abcdefghij"], ["--run_name", "see ***"]),
         (
             ["--max_tokens", "5", "--tokenizer_name_or_path", "x"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.data import IterableDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.distributed import run_on_ranks
 from tests.training.tiny import VOCAB, UnevenRows, run_arguments, stack, tiny_model, trainer_for
@@ -273,6 +274,19 @@ def test_bf16_logits_are_not_copied_to_fp32_and_the_loss_is_fp32(tmp_path, monke
     )
     trainer.train()
     assert seen == [(torch.bfloat16, torch.float32)]
+
+
+def test_position_zero_is_no_target_for_a_class_that_names_no_loss(tmp_path):
+    """GPT-2's config says nothing of its loss, and the stock Trainer would count 32 targets a row."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=32))
+    trainer = trainer_for(model, UnevenRows(), run_arguments(tmp_path))
+    batch = stack([UnevenRows()[0]])
+    assert trainer._get_num_items_in_batch([batch], torch.device("cpu")) == 31
+
+
+def test_a_loss_of_each_ranks_own_targets_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="average_tokens_across_devices"):
+        run_arguments(tmp_path, average_tokens_across_devices=False)
 
 
 def test_a_saved_model_generates_with_its_cache(tmp_path):

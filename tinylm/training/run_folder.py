@@ -16,11 +16,13 @@ from .trainer import LanguageModelTrainer
 logger = logging.getLogger(__name__)
 
 
-def begin_run(trainer: LanguageModelTrainer, launch: Launch, data_source: str) -> None:
+def begin_run(trainer: LanguageModelTrainer, launch: Launch, data_source: str, checkpoint: str | None) -> None:
     """Says how the run is made, and tries what only shows after hours otherwise: the engine, and saving.
 
     Every rank has to call it; rank 0 writes.
     """
+    if checkpoint:
+        trainer.go_on_from(checkpoint)  # a refusal leaves the run's records as they are
     check_engine(launch.engine, trainer.engine)
     counts = {
         "total": sum(weight.numel() for weight in trainer.model.parameters()),

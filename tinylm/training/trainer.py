@@ -155,7 +155,7 @@ class LanguageModelTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
         if resume_from_checkpoint:
-            self._go_on_from(Path(resume_from_checkpoint, PROGRESS_NAME))
+            self.go_on_from(resume_from_checkpoint)
             logger.info("Going on from %s", resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, **kwargs)
@@ -223,8 +223,9 @@ class LanguageModelTrainer(Trainer):
             "accumulation_steps": args.gradient_accumulation_steps if is_stream else None,
         }
 
-    def _go_on_from(self, path: Path) -> None:
+    def go_on_from(self, checkpoint: str) -> None:
         """Takes the token counts over, and refuses an order of the data that would repeat or skip rows in silence."""
+        path = Path(checkpoint, PROGRESS_NAME)
         if not path.is_file():
             logger.warning("`%s` is missing: whether the data is in the same order cannot be checked.", path)
             return
