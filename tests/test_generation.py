@@ -1,11 +1,17 @@
 import logging
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.evaluation.tiny import START, byte_tokenizer, tiny_gpt2, tiny_llama, tiny_tlm
-from tinylm.generation import generate_text
+from tinylm.generation import TextStreamer, continue_ids, end_ids, generate_text
+from tinylm.tokenizers import byte
+from tinylm.tokenizers.sentencepiece_bpe import train_sentencepiece
 
 PROMPTS = ["", "ab", "a longer prompt"]
 
@@ -92,3 +98,95 @@ def test_the_models_training_mode_comes_back() -> None:
     model = tiny_gpt2().train()
     generate_text(model, byte_tokenizer(eos_token=START), ["x"], max_new_tokens=2)
     assert model.training and model.transformer.h[0].training
+
+
+def test_settings_that_came_with_the_model_do_not_change_the_choice() -> None:
+    model, tokenizer = tiny_llama(), byte_tokenizer(eos_token=START)
+    likeliest = generate_text(model, tokenizer, PROMPTS, max_new_tokens=11, temperature=0)
+    sampled = generate_text(model, tokenizer, PROMPTS, max_new_tokens=11)
+    model.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.1, repetition_penalty=9.0)
+    assert generate_text(model, tokenizer, PROMPTS, max_new_tokens=11, temperature=0) == likeliest
+    assert generate_text(model, tokenizer, PROMPTS, max_new_tokens=11) == sampled
+
+
+@pytest.mark.parametrize("where", ["generation config", "list in the generation config", "tokenizer"])
+def test_a_text_ends_before_the_end_token_wherever_it_is_named(where: str) -> None:
+    model, tokenizer = tiny_llama(), byte_tokenizer()
+    written: list[str] = []
+
+    def continued() -> list[int]:
+        greedy = {"max_new_tokens": 9, "temperature": 0, "top_k": 0, "top_p": 1.0, "seed": 0}
+        stop_ids = end_ids(model, tokenizer)
+        return continue_ids(model, tokenizer, [[97, 98]], stop_ids=stop_ids, write=written.append, **greedy)[0]
+
+    whole = continued()
+    end = whole[4]
+    assert len(whole) == 9
+    if where == "tokenizer":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        model.generation_config.eos_token_id = 262  # as with a base model: another one
+    else:
+        model.generation_config.eos_token_id = end if where == "generation config" else [262, end]
+    written.clear()
+    assert continued() == whole[: whole.index(end)]
+    assert "".join(written) == tokenizer.decode(whole[: whole.index(end)])
+
+
+BYTES = byte.byte_tokenizer()
+MERGED = byte_tokenizer(merges=[("Ã", "©"), ("ð", "Ł")])  # é in one token, and the first two bytes of an emoji
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """As a pretrained tLM has it: words with their space, and bytes for what it has not seen."""
+    folder: Path = tmp_path_factory.mktemp("sentencepiece")
+    train_sentencepiece(["a word and another word, and some more words\n"] * 30, folder, vocab_size=290)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def streamed(tokenizer: PreTrainedTokenizerBase, prompt: str, new_ids: list[int]) -> list[str]:
+    """The pieces that come for these ids, one by one, after a prompt."""
+    written: list[str] = []
+    streamer = TextStreamer(tokenizer, written.append)
+    streamer.put(torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]]))
+    for token_id in new_ids:
+        streamer.put(torch.tensor([token_id]))
+    streamer.end()
+    return written
+
+
+@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
+def test_a_stream_is_the_text_in_whole_characters(text: str) -> None:
+    for tokenizer in (BYTES, MERGED):
+        written = streamed(tokenizer, "né🙂", tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert "".join(written) == text
+        assert not any("\ufffd" in piece for piece in written)
+
+
+@pytest.mark.parametrize("text", [" and a word", "and é漢🙂 more", "🙂🙂🙂", "words\n\n  and\tmore 漢字"])
+@pytest.mark.parametrize("prompt", ["a word", "漢字漢字漢字", "a word 🙂é"])
+def test_spaces_and_fallen_back_bytes_come_as_they_are(
+    sentencepiece: PreTrainedTokenizerBase, prompt: str, text: str
+) -> None:
+    whole = sentencepiece(prompt + text, add_special_tokens=False)["input_ids"]
+    start = sentencepiece(prompt, add_special_tokens=False)["input_ids"]
+    assert whole[: len(start)] == start
+    written = streamed(sentencepiece, prompt, whole[len(start) :])
+    assert "".join(written) == text and len(written) > 2
+    assert not any("\ufffd" in piece for piece in written)
+
+
+def test_a_character_waits_for_its_last_byte_and_one_that_never_comes_is_written_as_missing() -> None:
+    smile = list("🙂".encode())
+    assert streamed(BYTES, "x", [104, *smile, 105]) == ["h", "🙂", "i"]
+    assert streamed(BYTES, "x", [104, *smile[:3]]) == ["h", BYTES.decode(smile[:3])]
+    assert streamed(BYTES, "x", [0xFF, 104]) == ["\ufffdh"]
+
+
+def test_a_stream_says_what_the_call_returns() -> None:
+    model, tokenizer = tiny_llama(), byte_tokenizer(eos_token=START)
+    written: list[str] = []
+    [text] = generate_text(model, tokenizer, ["abé"], max_new_tokens=30, seed=3, write=written.append)
+    assert "abé" + "".join(written) == text and len(written) > 5
+    with pytest.raises(ValueError, match="one text at a time, but 2 came"):
+        generate_text(model, tokenizer, ["ab"], max_new_tokens=3, num_samples=2, write=written.append)

@@ -1,14 +1,26 @@
-"""Text from a causal language model: prompts in one batch, padded on the left, sampled under a seed of its own."""
+"""Text from a causal language model: continuations of prompts, and answers in a conversation.
+
+The choices:
+- Prompts of one call are one batch, padded on the left, sampled under a seed of its own.
+- What was asked for decides: sampling settings that came with the model, such as a repetition penalty, are not used.
+- A text ends at any token that the generation config or the tokenizer calls its end; a conversation's turn also at the
+  token with which the chat template ends an answer.
+- Streaming never splits a character, whatever the tokenizer: what is not whole yet waits.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from tinylm.evaluation.scoring import evaluation_mode, scoring_start_id
 
 logger = logging.getLogger(__name__)
+
+_REPLACEMENT = "\ufffd"  # what decoding gives for the bytes of a character that is not whole
 
 
 def generate_text(
@@ -22,6 +34,7 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
     num_samples: int = 1,
+    write: Callable[[str], object] | None = None,
 ) -> list[str]:
     """Each prompt with its continuation, `num_samples` of the first prompt, then those of the second, and so on.
 
@@ -33,42 +46,142 @@ def generate_text(
         temperature: 0 takes the likeliest token every time.
         top_k: sample among the k likeliest tokens; 0 for all.
         top_p: sample among the likeliest tokens that have this much probability together; 1.0 for all.
+        write: is handed the continuation piece by piece while it comes; for one prompt and one sample.
 
     Raises:
         ValueError: the context has no room for `max_new_tokens`, or a prompt is empty and the tokenizer has no bos or
             eos to start from.
     """
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and max_new_tokens >= context:
-        raise ValueError(
-            f"`max_new_tokens` is {max_new_tokens}, and the model's context holds {context} tokens, the prompt "
-            f"included. Ask for at most {context - 1}."
-        )
-    room = None if context is None else context - max_new_tokens
+    room = _room(model, max_new_tokens)
     once = [(prompt, _encode_prompt(tokenizer, prompt, room)) for prompt in prompts]
     asked = [pair for pair in once for _ in range(num_samples)]
     if not asked:
         return []
-    encoded = [prompt_ids for _, prompt_ids in asked]
-    width = max(map(len, encoded))
+    added = continue_ids(
+        model,
+        tokenizer,
+        [prompt_ids for _, prompt_ids in asked],
+        stop_ids=end_ids(model, tokenizer),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        write=write,
+    )
+    return [text + _text_after(tokenizer, ids, new_ids) for (text, ids), new_ids in zip(asked, added, strict=True)]
+
+
+def continue_ids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_ids: Collection[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    write: Callable[[str], object] | None = None,
+) -> list[list[int]]:
+    """The new token ids of each prompt, up to the first of `stop_ids`, which is left out.
+
+    `prompts` are token ids that leave room for `max_new_tokens` in the context; the rest is as in `generate_text`.
+    """
+    width = max(map(len, prompts))
     pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    input_ids = torch.tensor([[pad_id] * (width - len(ids)) + ids for ids in encoded])
-    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded])
-    sampling = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    input_ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in prompts])
+    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    # All that a model's own generation config may hold and that would change the choice is set here.
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature if temperature > 0 else 1.0,
+        top_k=top_k if temperature > 0 else 50,  # the library's values without an effect
+        top_p=top_p if temperature > 0 else 1.0,
+        repetition_penalty=1.0,
+        num_beams=1,
+        pad_token_id=pad_id,
+        eos_token_id=sorted(stop_ids) or None,
+    )
+    streamer = None if write is None else TextStreamer(tokenizer, write, stop_ids=stop_ids)
     with evaluation_mode(model), torch.random.fork_rng(devices=range(torch.accelerator.device_count())):
         torch.manual_seed(seed)
         output = model.generate(
             input_ids=input_ids.to(model.device),
             attention_mask=attention_mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad_id,
-            eos_token_id=tokenizer.eos_token_id,
-            **sampling,
+            generation_config=settings,
+            streamer=streamer,
         )
-    added = output[:, width:].tolist()
-    return [text + _continuation(tokenizer, ids, new_ids) for (text, ids), new_ids in zip(asked, added, strict=True)]
+    return [_until(ids, stop_ids) for ids in output[:, width:].tolist()]
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids that end a text: those of the model's generation config, and the tokenizer's eos."""
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    return {token_id for token_id in (*configured, tokenizer.eos_token_id) if token_id is not None}
+
+
+def context_size(model: PreTrainedModel) -> int | None:
+    """The number of tokens that the model can read, prompt and continuation together; None for no limit."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+class TextStreamer(BaseStreamer):
+    """Writes the text of one `generate` while it comes, for any tokenizer, without the prompt and the special tokens.
+
+    What all pieces say together is what the ids decode to at once. Bytes that do not make a character yet decode to
+    U+FFFD and wait; they are written as that when the generation ends.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], *, stop_ids: Collection[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._write = write
+        self._stop_ids = stop_ids
+        self._prompt_ids: list[int] | None = None
+        self._new_ids: list[int] = []
+        self._num_written = 0
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt `[1, T]` first, then each new id `[1]`.
+
+        Raises:
+            ValueError: more than one text at a time.
+        """
+        if value.ndim == 2 and len(value) > 1:
+            raise ValueError(f"A streamer writes one text at a time, but {len(value)} came. Generate one by one.")
+        if self._prompt_ids is None:
+            self._prompt_ids = value[0].tolist()
+            return
+        self._new_ids += [token_id for token_id in value.tolist() if token_id not in self._stop_ids]
+        self._write_up_to(self._text().rstrip(_REPLACEMENT))
+
+    def end(self) -> None:
+        """Writes what was waiting."""
+        self._write_up_to(self._text())
+
+    def _text(self) -> str:
+        return _text_after(self._tokenizer, self._prompt_ids or [], self._new_ids)
+
+    def _write_up_to(self, text: str) -> None:
+        if len(text) > self._num_written:
+            self._write(text[self._num_written :])
+            self._num_written = len(text)
+
+
+def _room(model: PreTrainedModel, max_new_tokens: int) -> int | None:
+    """How many tokens a prompt may have."""
+    context = context_size(model)
+    if context is not None and max_new_tokens >= context:
+        raise ValueError(
+            f"`max_new_tokens` is {max_new_tokens}, and the model's context holds {context} tokens, the prompt "
+            f"included. Ask for at most {context - 1}."
+        )
+    return None if context is None else context - max_new_tokens
 
 
 def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int | None) -> list[int]:
@@ -86,10 +199,18 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int | 
     return token_ids
 
 
-def _continuation(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int]) -> str:
+def _until(token_ids: list[int], stop_ids: Collection[int]) -> list[int]:
+    """The ids before the first that stops."""
+    return next((token_ids[:i] for i, token_id in enumerate(token_ids) if token_id in stop_ids), token_ids)
+
+
+def _text_after(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int]) -> str:
     """What the new tokens add to the text; alone they would lose a leading space with some tokenizers."""
 
     def decode(token_ids: list[int]) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    return decode(prompt_ids + new_ids)[len(decode(prompt_ids)) :]
+    # The prompt's last tokens are enough, from where a character begins; all of a long one would be slow to stream.
+    tails = [prompt_ids[-length:] for length in range(8, 16)]
+    tail = next((ids for ids in tails if not decode(ids).startswith(_REPLACEMENT)), prompt_ids)
+    return decode(tail + new_ids)[len(decode(tail)) :]
