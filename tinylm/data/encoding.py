@@ -26,6 +26,18 @@ def document_start_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
+def scoring_start_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token after which a document is scored: what the tokenizer puts before a text by itself, else eos, else bos.
+
+    `None` for a tokenizer that has none of them.
+    """
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    dressed = tokenizer("a")["input_ids"]
+    if dressed[: len(bare)] != bare:
+        return dressed[0]
+    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[tuple[list[str], list[list[int]]]]:
     """Batches of documents with their token ids, in order; no special tokens are added.
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from tinylm.data.encoding import encode
+from tinylm.data.encoding import encode, scoring_start_id
 from tinylm.evaluation.metrics import BitsPerByte, NatsPerToken, Perplexity
 
 logger = logging.getLogger(__name__)
@@ -43,18 +43,6 @@ class LabelledRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Row: ...
-
-
-def scoring_start_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token after which a document is scored: what the tokenizer puts before a text by itself, else eos, else bos.
-
-    `None` for a tokenizer that has none of them.
-    """
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    dressed = tokenizer("a")["input_ids"]
-    if dressed[: len(bare)] != bare:
-        return dressed[0]
-    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
