@@ -177,9 +177,10 @@ def test_positions_count_the_tokens_since_the_last_eos(ids: list[int]) -> None:
 
 def test_without_packing_a_document_is_a_record_and_the_cut_ones_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tinylm")
-    documents = ["abc", "d" * 9, "e" * 10, "f" * 50]
+    documents = ["abc", "d" * 8, "e" * 9, "f" * 50]
     records = rows(stream_of(source_of(documents), packing=False))
-    assert [len(record) for record in records] == [4, 10, 10, 10]
+    assert [len(record) for record in records] == [5, 10, 10, 10]
+    assert {record[0] for record in records} == {EOS}, "as before every document that is scored"
     assert [record[-1] == EOS for record in records] == [True, True, False, False]
     [record] = caplog.records
     assert "4 records, 2 of them cut at 10 tokens" in record.getMessage()
@@ -187,7 +188,7 @@ def test_without_packing_a_document_is_a_record_and_the_cut_ones_are_counted(cap
 
 def test_reserved_strings_in_a_document_are_ordinary_text() -> None:
     [record] = rows(stream_of(source_of(["a</s>b"]), packing=False))
-    assert record == [*(TOKENIZER(c)["input_ids"][0] for c in "a</s>b"), EOS]
+    assert record == [EOS, *(TOKENIZER(c)["input_ids"][0] for c in "a</s>b"), EOS]
     assert TOKENIZER("</s>")["input_ids"] == [EOS], "the tokenizer's own habit is another one"
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from tests.data.tiny import numbered_documents, source_of
 from tinylm.data.collators import PadRecords, tiny_collator
 from tinylm.data.prepare import write_store
-from tinylm.data.records import IndexedTextDataset, NumberedExamples, RecordCuts, RecordExamples
+from tinylm.data.records import CollateNumbered, IndexedTextDataset, NumberedExamples, RecordCuts, RecordExamples
 from tinylm.data.sources import open_source
 from tinylm.data.splits import training_part
 from tinylm.data.token_store import StoreBlocks
@@ -82,32 +82,33 @@ def test_a_record_id_outside_the_dataset_is_refused_with_the_range(record_id: in
 
 
 def test_long_records_are_cut_at_the_block_size_and_that_is_counted(said: pytest.LogCaptureFixture) -> None:
-    examples = RecordExamples(IndexedTextDataset(["ab", "cdefg", "hijk"]), TOKENIZER, 4)
-    assert [example["input_ids"].tolist() for example in examples] == [[*b"ab", EOS], [*b"cdef"], [*b"hijk"]]
+    examples = RecordExamples(IndexedTextDataset(["ab", "cdefg", "hijk"]), TOKENIZER, 5)
+    rows = [example["input_ids"].tolist() for example in examples]
+    assert rows == [[EOS, *b"ab", EOS], [EOS, *b"cdef"], [EOS, *b"hijk"]]
     assert [int(example["record_ids"]) for example in examples] == [0, 1, 2]
     examples.cuts.report()
-    expected = "Records: 3, as 3 examples; 2 longer than 4 tokens: cut there, 3 tokens not used (`--split_long true`"
+    expected = "Records: 3, as 3 examples; 2 longer than 5 tokens: cut there, 3 tokens not used (`--split_long true`"
     assert said.records[-1].getMessage().startswith(expected)
 
 
 def test_split_records_are_whole_and_keep_their_number(said: pytest.LogCaptureFixture) -> None:
     examples = RecordExamples(IndexedTextDataset(["ab", "cdefghi"]), TOKENIZER, 4, split_long=True)
     rows = [example["input_ids"].tolist() for example in examples]
-    assert rows == [[*b"ab", EOS], [*b"cdef"], [*b"fghi"], [*b"i", EOS]]
-    assert [int(example["record_ids"]) for example in examples] == examples.cuts.record_ids().tolist() == [0, 1, 1, 1]
+    assert rows == [[EOS, *b"ab", EOS], [EOS, *b"cde"], [*b"efgh"], [*b"hi", EOS]]
+    assert [int(example["record_ids"]) for example in examples] == examples.cuts.contents()[1].tolist() == [0, 1, 1, 1]
     examples.cuts.report()
     assert said.records[-1].getMessage() == "Records: 2, as 4 examples; 1 longer than 4 tokens: split"
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9), block_size=st.integers(2, 17))
-def test_every_token_of_a_split_record_but_its_first_is_a_target_once(lengths: list[int], block_size: int) -> None:
+def test_every_token_of_a_split_record_is_a_target_once(lengths: list[int], block_size: int) -> None:
     ends = np.cumsum(lengths)
     cuts = RecordCuts(ends, block_size, split_long=True)
     located = [cuts.locate(index) for index in range(len(cuts))]
     targets = [token for _, begin, end in located for token in range(begin + 1, end)]
-    assert targets == [token for token in range(ends[-1]) if token not in {0, *ends}]
+    assert targets == list(range(1, ends[-1] + 1)), "all but the eos before the first document"
     assert all(end - begin <= block_size for _, begin, end in located)
-    assert [record_id for record_id, *_ in located] == cuts.record_ids().tolist()
+    assert [record_id for record_id, *_ in located] == cuts.contents()[1].tolist()
 
 
 def test_max_tokens_keeps_the_first_whole_records() -> None:
@@ -128,25 +129,42 @@ def test_a_prepared_corpus_gives_the_records_that_memory_gives(tmp_path: Path, s
     examples = RecordExamples(records, TOKENIZER, 6, split_long=split_long)
     rows = sorted((e["input_ids"].tolist(), e["record_ids"].dim()) for e in pickle.loads(pickle.dumps(store)))
     assert rows == sorted((e["input_ids"].tolist(), 0) for e in examples)
-    assert store.cuts.record_ids().tolist() == [int(e["record_ids"]) for e in store]
+    assert store.cuts.contents()[1].tolist() == [int(e["record_ids"]) for e in store]
     assert store.cuts.num_records == len(records)
 
 
 def test_the_examples_of_any_dataset_can_be_numbered() -> None:
     rows = [{"input_ids": torch.tensor([number])} for number in (7, 8, 9)]
-    assert [(int(row["input_ids"]), int(row["record_ids"])) for row in NumberedExamples(rows)] == [
-        (7, 0),
-        (8, 1),
-        (9, 2),
+    examples = NumberedExamples(rows)
+    assert [(index, int(row["input_ids"]), int(row["record_ids"])) for index, row in examples] == [
+        (0, 7, 0),
+        (1, 8, 1),
+        (2, 9, 2),
     ]
     assert len(NumberedExamples(TensorDataset(torch.arange(5)))) == 5
 
 
+def test_a_batch_tells_which_record_came_in_which_example() -> None:
+    """A long record is several examples, and a packed row holds several records."""
+    examples = [
+        {"input_ids": torch.tensor([1]), "record_ids": torch.tensor(4)},
+        {"input_ids": torch.tensor([2]), "record_ids": torch.tensor([9, 0, 5])},
+    ]
+    numbered = NumberedExamples(examples)
+    batch = CollateNumbered(lambda rows: {"input_ids": torch.stack([row["input_ids"] for row in rows])})(
+        [numbered[1], numbered[0]]
+    )
+    assert batch["input_ids"].tolist() == [[2], [1]]
+    assert batch["record_ids"].tolist() == [9, 0, 5, 4]
+    assert batch["example_ids"].tolist() == [1, 1, 1, 0]
+
+
 def test_the_collator_gives_ids_masks_labels_and_records() -> None:
     batch = tiny_collator([(5, "abc"), (2, "é"), (9, "defghijk")], seq_len=6)
-    assert batch["input_ids"].tolist() == [[97, 98, 99, 257, 256, 256], [0xC3, 0xA9, 257, 256, 256, 256], [*b"defghi"]]
-    assert batch["labels"].tolist() == [[97, 98, 99, 257, -100, -100], [0xC3, 0xA9, 257] + [-100] * 3, [*b"defghi"]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0], [1] * 6]
+    short, tiny, cut = [257, *b"abc", 257], [257, 0xC3, 0xA9, 257], [257, *b"defgh"]
+    assert batch["input_ids"].tolist() == [[*short, 256], [*tiny, 256, 256], cut]
+    assert batch["labels"].tolist() == [[*short, -100], [*tiny, -100, -100], cut]
+    assert batch["attention_mask"].tolist() == [[1] * 5 + [0], [1] * 4 + [0] * 2, [1] * 6]
     assert batch["record_ids"].tolist() == [5, 2, 9]
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
     examples = RecordExamples(IndexedTextDataset(["abc", "d"]), TOKENIZER, 9)

@@ -51,7 +51,7 @@ def test_parts_of_a_shard_hold_every_document_once(tmp_path: Path) -> None:
     store = write_store(source, TOKENIZER, tmp_path / "store")
     assert len(store.parts) == 4
     records = StoreBlocks(store, 100, packing=False)
-    assert sorted(TOKENIZER.decode(row[:-1]) for row in rows(records)) == sorted(training_part(source).documents())
+    assert sorted(TOKENIZER.decode(row[1:-1]) for row in rows(records)) == sorted(training_part(source).documents())
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
@@ -117,7 +117,7 @@ def test_large_vocabularies_take_four_bytes_a_token(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>")
     assert tokenizer.eos_token_id == 2**16
     store = write_store(SOURCE, tokenizer, tmp_path / "store")
-    assert rows(StoreBlocks(store, 100, packing=False))[0] == [7, 2**16]
+    assert rows(StoreBlocks(store, 100, packing=False))[0] == [2**16, 7, 2**16]
 
 
 # Restarting and reusing

@@ -28,7 +28,7 @@ def write_audit(
     epochs: int = 2,
     accumulation: int = 1,
     last_step: int = 10**9,
-    record_ids: np.ndarray | None = None,
+    contents: tuple[np.ndarray, np.ndarray] | None = None,
     save_steps: int = 3,
 ) -> None:
     """What the ranks of a run with a batch of 12 a step would leave."""
@@ -42,7 +42,7 @@ def write_audit(
             world_size=world_size,
             seed=5,
         )
-        audits.append(RecordAudit(str(folder), batches, record_ids))
+        audits.append(RecordAudit(str(folder), batches, contents))
         audits[-1].begin(0)
     steps_per_epoch = audits[0].batches.steps_per_epoch
     for noted, epoch in product(audits, range(epochs)):
@@ -50,11 +50,19 @@ def write_audit(
         for number, examples in enumerate(noted.batches):
             step = epoch * steps_per_epoch + number // accumulation + 1
             if step <= last_step:
-                noted.add(step, examples if record_ids is None else record_ids[examples].tolist())
+                noted.add(step, *records_in(examples, contents))
             if (number + 1) % accumulation == 0 and step % save_steps == 0:
                 noted.close_part()
         if epoch == epochs - 1:
             noted.close_part()
+
+
+def records_in(examples: list[int], contents: tuple[np.ndarray, np.ndarray] | None) -> tuple[list[int], list[int]]:
+    """The records of a micro-batch, and the example that each came in."""
+    if contents is None:
+        return examples, examples
+    places = [place for example in examples for place in np.flatnonzero(contents[0] == example)]
+    return contents[1][places].tolist(), contents[0][places].tolist()
 
 
 def change_part(folder: Path, name: str, change: object) -> None:
@@ -74,11 +82,11 @@ def test_a_run_that_kept_the_order_is_clean_and_its_repetitions_are_named(
         batches = GlobalBatches(25, per_rank_batch_size=12, seed=5)
         batches.set_epoch(epoch.epoch)
         assert (epoch.expected, epoch.once, epoch.more_than_once, epoch.never) == (25, 14, 11, 0)
-        assert epoch.filled_up.tolist() == batches.repeated().tolist()
+        assert epoch.filled_up.tolist() == sorted(batches.repeated().tolist())
         assert epoch.examples_per_rank == {rank: 36 // world_size for rank in range(world_size)}
         assert epoch.is_clean
     rows = pyarrow.parquet.read_table(tmp_path / "audit" / "rank-0" / "step-4.parquet").to_pydict()
-    assert list(rows) == ["step", "micro_step", "epoch", "record_id"]
+    assert list(rows) == ["step", "micro_step", "epoch", "record_id", "example"]
     assert set(rows["step"]) == {4, 5, 6} and set(rows["epoch"]) == {1}
     assert set(rows["micro_step"]) == set(range(accumulation))
 
@@ -102,7 +110,7 @@ def test_a_record_missed_or_repeated_without_reason_is_named(tmp_path: Path) -> 
         missed, again = [index for index, record_id in enumerate(ids) if record_id not in filled_up][:2]
         changed.extend((ids[missed], ids[again]))
         ids[missed] = ids[again]
-        return table.set_column(3, "record_id", [ids])
+        return table.set_column(3, "record_id", [ids]).set_column(4, "example", [ids])
 
     change_part(tmp_path, "rank-1/step-4.parquet", spoil)
     first, second = audit_run(tmp_path)
@@ -129,26 +137,50 @@ def test_an_epoch_in_the_order_of_another_one_is_found(tmp_path: Path) -> None:
     """A sampler whose `set_epoch` nobody calls: all records are seen, but the last step repeats the wrong ones."""
     write_audit(tmp_path)
     for rank in range(2):
-        change_part(
-            tmp_path,
-            f"rank-{rank}/step-4.parquet",
-            lambda table, rank=rank: table.set_column(
-                3,
-                "record_id",
-                pyarrow.parquet.read_table(tmp_path / "audit" / f"rank-{rank}" / "step-1.parquet")["record_id"],
-            ),
-        )
+        first = pyarrow.parquet.read_table(tmp_path / "audit" / f"rank-{rank}" / "step-1.parquet")
+
+        def as_in_the_first_epoch(table, first=first):
+            for place, name in [(3, "record_id"), (4, "example")]:
+                table = table.set_column(place, name, first[name])
+            return table
+
+        change_part(tmp_path, f"rank-{rank}/step-4.parquet", as_in_the_first_epoch)
     first, second = audit_run(tmp_path)
     assert first.is_clean and second.never == 0
     assert len(second.repeated)
 
 
-def test_a_record_of_several_examples_is_seen_once_where_each_of_them_was(tmp_path: Path) -> None:
-    record_ids = np.repeat(np.arange(10), [1, 5, 1, 2, 1, 1, 7, 1, 1, 1])
-    write_audit(tmp_path, num_examples=len(record_ids), record_ids=record_ids)
+LONG_RECORDS = np.repeat(np.arange(10), [1, 5, 1, 2, 1, 1, 7, 1, 1, 1])
+CUT = (np.arange(len(LONG_RECORDS)), LONG_RECORDS)
+PACKED = (np.repeat(np.arange(20), [1, 3] * 10), np.random.default_rng(3).permutation(40))
+
+
+@pytest.mark.parametrize("contents", [CUT, PACKED], ids=["cut", "packed"])
+def test_a_record_of_several_examples_and_an_example_of_several_records_are_seen_once(
+    tmp_path: Path, contents: tuple[np.ndarray, np.ndarray]
+) -> None:
+    num_examples, num_records = int(contents[0][-1]) + 1, int(contents[1].max()) + 1
+    write_audit(tmp_path, num_examples=num_examples, contents=contents)
     for epoch in audit_run(tmp_path):
-        assert (epoch.expected, epoch.never, epoch.is_clean) == (10, 0, True)
-        assert sorted(epoch.filled_up.tolist()) == sorted(record_ids[repeated(len(record_ids), epoch.epoch)].tolist())
+        assert (epoch.expected, epoch.never, epoch.is_clean) == (num_records, 0, True)
+        again = repeated(num_examples, epoch.epoch)
+        assert epoch.filled_up.tolist() == np.unique(contents[1][np.isin(contents[0], again)]).tolist()
+        assert sum(epoch.examples_per_rank.values()) == -(-num_examples // 12) * 12
+
+
+def test_an_example_seen_twice_does_not_make_up_for_another_of_the_same_record(tmp_path: Path) -> None:
+    write_audit(tmp_path, num_examples=len(LONG_RECORDS), contents=CUT)
+    of_one_record = np.flatnonzero(LONG_RECORDS == 6).tolist()
+
+    def spoil(table):
+        examples = table["example"].to_pylist()
+        missed, again = [place for place, example in enumerate(examples) if example in of_one_record][:2]
+        examples[missed] = examples[again]
+        return table.set_column(4, "example", [examples])
+
+    change_part(tmp_path, "rank-0/step-1.parquet", spoil)
+    first, _ = audit_run(tmp_path)
+    assert (first.missed.tolist(), first.repeated.tolist()) == ([6], [6])
 
 
 def repeated(length: int, epoch: int) -> np.ndarray:
@@ -191,7 +223,9 @@ def test_a_record_id_outside_the_dataset_and_a_damaged_part_are_refused(tmp_path
         "rank-1/step-4.parquet",
         lambda table: table.set_column(3, "record_id", [[25, *table["record_id"].to_pylist()[1:]]]),
     )
-    with pytest.raises(ValueError, match=r"Record ids are 0 to 24, and `.*rank-1/step-4.parquet` names record 25"):
+    with pytest.raises(
+        ValueError, match=r"rank-1/step-4.parquet` names record 25 in an example where the data has none"
+    ):
         audit_run(tmp_path)
     path = tmp_path / "audit" / "rank-1" / "step-4.parquet"
     path.write_bytes(path.read_bytes()[:-9])

@@ -55,7 +55,7 @@ class PadRecords:
 def tiny_collator(items: Sequence[tuple[int, str]], seq_len: int) -> dict[str, Tensor]:
     """`(record_id, text)` items as a batch of bytes: what `PadRecords` gives, with `record_ids`.
 
-    A row is the text's bytes and end of text (257), cut at `seq_len`, padded with 256 to the longest of the batch.
+    A row is the text's bytes between two ends of text (257), cut at `seq_len`, padded with 256 to the longest row.
 
     Raises:
         ValueError: `seq_len` is below 2, so that no row would have a target.
@@ -66,7 +66,7 @@ def tiny_collator(items: Sequence[tuple[int, str]], seq_len: int) -> dict[str, T
     eos = document_start_id(tokenizer)
     token_lists = (ids for _, batch in encode(tokenizer, [text for _, text in items]) for ids in batch)
     examples = [
-        {"input_ids": torch.tensor([*ids, eos][:seq_len]), "record_ids": torch.tensor(record_id)}
+        {"input_ids": torch.tensor([eos, *ids, eos][:seq_len]), "record_ids": torch.tensor(record_id)}
         for (record_id, _), ids in zip(items, token_lists, strict=True)
     ]
     return PadRecords.for_tokenizer(tokenizer)(examples)

@@ -70,7 +70,7 @@ class Reader:
         self.num_documents, self.num_examples, self.num_truncated = 0, 0, 0
 
     def examples(self) -> Iterator[np.ndarray]:
-        """Blocks, or without packing one document each, cut at the block size (int32)."""
+        """Blocks, or without packing one record each, `eos doc eos` cut at the block size (int32)."""
         for example in shuffled(self._examples_in_order(), self.stream.shuffle_window, self.rng, self.window):
             self.num_examples += 1
             yield example
@@ -79,8 +79,12 @@ class Reader:
     def _examples_in_order(self) -> Iterator[np.ndarray]:
         block_size, packing = self.stream.block_size, self.stream.packing
         for document in self._documents():
-            self.num_truncated += not packing and len(document) > block_size
-            yield from self.packer.add(document) if packing else [document[:block_size].copy()]
+            if packing:
+                yield from self.packer.add(document)
+                continue
+            record = np.concatenate([[self.stream.eos_token_id], document], dtype=np.int32)
+            self.num_truncated += len(record) > block_size
+            yield record[:block_size]
 
     def _documents(self) -> Iterator[np.ndarray]:
         """Documents `ids eos` (int32) in the source's order, until the shards or the share of `max_tokens` end."""

@@ -1,15 +1,17 @@
 """Records: documents with a number that stays theirs through shuffling, ranks and epochs.
 
-A *record* is one document. An *example* is what the model sees of it in one row: the record cut at the block size, or,
-with `split_long`, all of it in several rows that overlap by one token, so that each of its tokens but the first is a
-target exactly once. Record ids are dense: 0, 1, ... in the order of the source.
+A *record* is one document, with an eos before it, as before every document that is scored, and one behind it. An
+*example* is what the model sees of it in one row: the record cut at the block size, or, with `split_long`, all of it in
+several rows that overlap by one token, so that each token of the document is a target exactly once. Record ids are
+dense: 0, 1, ... in the order of the source.
 
 Shapes: T tokens of one example.
 """
 
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -79,17 +81,18 @@ class IndexedTextDataset(Dataset):
 
 
 class RecordCuts:
-    """Where each example lies in the running concatenation `doc eos doc eos ...`.
+    """Where each example lies in the running text `eos doc eos doc eos ...`, in which neighbours share an eos.
 
     `num_records` records become `len(cuts)` examples; `num_long` of the records are longer than the block size.
 
     Args:
-        ends: `[num_records]`, where each record ends (its eos included) in tokens from the beginning.
+        ends: `[num_records]`, where each document ends in `doc eos doc eos ...`: the number of tokens until then, its
+            eos included.
     """
 
     def __init__(self, ends: np.ndarray, block_size: int, *, split_long: bool = False) -> None:
         self.ends, self.block_size = ends, block_size
-        lengths = np.diff(ends, prepend=0)
+        lengths = 1 + np.diff(ends, prepend=0)
         self.num_records = len(ends)
         self.num_long = int((lengths > block_size).sum())
         self.num_tokens_cut = 0 if split_long else int(np.maximum(lengths - block_size, 0).sum())
@@ -100,15 +103,15 @@ class RecordCuts:
         return int(self._example_ends[-1])
 
     def locate(self, index: int) -> tuple[int, int, int]:
-        """`(record_id, begin, end)` of an example."""
+        """`(record_id, begin, end)` of an example; token 0 is the eos before the first document."""
         record_id = int(np.searchsorted(self._example_ends, index, side="right"))
         piece = index - (int(self._example_ends[record_id - 1]) if record_id else 0)
         begin = (int(self.ends[record_id - 1]) if record_id else 0) + piece * (self.block_size - 1)
-        return record_id, begin, min(begin + self.block_size, int(self.ends[record_id]))
+        return record_id, begin, min(begin + self.block_size, 1 + int(self.ends[record_id]))
 
-    def record_ids(self) -> np.ndarray:
-        """`[examples]` int64: the record of each example."""
-        return np.repeat(np.arange(self.num_records), np.diff(self._example_ends, prepend=0))
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(examples, record_ids)`, int64: the record of each example, in the order of the examples."""
+        return np.arange(len(self)), np.repeat(np.arange(self.num_records), np.diff(self._example_ends, prepend=0))
 
     def report(self) -> None:
         """Says in one line how many examples there are and what became of long records."""
@@ -118,6 +121,14 @@ class RecordCuts:
             long = "split"
         more = f"; {self.num_long:,} longer than {self.block_size} tokens: {long}" if self.num_long else ""
         logger.info("Records: %s, as %s examples%s", f"{self.num_records:,}", f"{len(self):,}", more)
+
+
+@runtime_checkable
+class HoldsRecords(Protocol):
+    """A dataset whose examples are not one record each."""
+
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(examples, record_ids)`, int64, in the order of the examples: which records each of them holds."""
 
 
 class RecordExamples(Dataset):
@@ -139,11 +150,12 @@ class RecordExamples(Dataset):
         split_long: bool = False,
         max_tokens: int | None = None,
     ) -> None:
-        eos, tokens, ends = document_start_id(tokenizer), array("i"), array("q")
+        eos, ends = document_start_id(tokenizer), array("q")
+        tokens = array("i", [eos])
         for _, token_lists in encode(tokenizer, records.texts):
             for token_ids in token_lists:
                 tokens.extend([*token_ids, eos])
-                ends.append(len(tokens))
+                ends.append(len(tokens) - 1)
         kept = np.frombuffer(ends, dtype=np.int64)
         if max_tokens is not None:
             kept = kept[kept <= max_tokens]
@@ -151,11 +163,14 @@ class RecordExamples(Dataset):
             raise ValueError(
                 f"`max_tokens` is {max_tokens}, and the first record has {ends[0]} tokens. Raise `--max_tokens`."
             )
-        self.tokens = np.frombuffer(tokens, dtype=np.int32)[: kept[-1]]
+        self.tokens = np.frombuffer(tokens, dtype=np.int32)[: 1 + kept[-1]]
         self.cuts = RecordCuts(kept, block_size, split_long=split_long)
 
     def __len__(self) -> int:
         return len(self.cuts)
+
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.cuts.contents()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self.cuts):
@@ -165,7 +180,7 @@ class RecordExamples(Dataset):
 
 
 class NumberedExamples(Dataset):
-    """The examples of a map-style dataset, each a record of its own: `record_ids` ([] int64) is its index."""
+    """`(index, example)` of any map-style dataset; an example without `record_ids` is a record of its own."""
 
     def __init__(self, examples: Dataset) -> None:
         self.examples = examples
@@ -173,8 +188,27 @@ class NumberedExamples(Dataset):
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return numbered(self.examples[index], index)
+    def __getitem__(self, index: int) -> tuple[int, dict[str, Tensor]]:
+        example = self.examples[index]
+        return index, example if "record_ids" in example else numbered(example, index)
+
+
+class CollateNumbered:
+    """Collates `NumberedExamples` by `collate`, and adds which record came in which example.
+
+    `record_ids` and `example_ids` ([R] int64): an entry for each record of each example of the batch, in order.
+    """
+
+    def __init__(self, collate: Callable) -> None:
+        self.collate = collate
+
+    def __call__(self, numbered_examples: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, Tensor]:
+        record_ids = [example["record_ids"].reshape(-1) for _, example in numbered_examples]
+        example_ids = [
+            torch.full_like(ids, index) for (index, _), ids in zip(numbered_examples, record_ids, strict=True)
+        ]
+        batch = self.collate([example for _, example in numbered_examples])
+        return {**batch, "record_ids": torch.cat(record_ids), "example_ids": torch.cat(example_ids)}
 
 
 def numbered(example: dict[str, Tensor], record_id: int) -> dict[str, Tensor]:

@@ -219,6 +219,10 @@ class StoreBlocks(Dataset):
     def __len__(self) -> int:
         return self.length
 
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(examples, record_ids)`, int64: the record of each example; a block is a record of its own."""
+        return (np.arange(self.length),) * 2 if self.cuts is None else self.cuts.contents()
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self.length:
             raise IndexError(index)
@@ -226,7 +230,10 @@ class StoreBlocks(Dataset):
             begin = index * self.block_size
             return example(self._read(begin, begin + self.block_size), self.mask_eos)
         record_id, begin, end = self.cuts.locate(index)
-        return numbered(example(self._read(begin, end), None), record_id)
+        ids = self._read(max(0, begin - 1), end - 1)
+        if begin == 0:
+            ids = np.concatenate([[self.store.eos_token_id], ids])
+        return numbered(example(ids, None), record_id)
 
     def _read(self, begin: int, end: int) -> np.ndarray:
         if self._tokens is None:

@@ -23,8 +23,9 @@ _NAMED = 10  # records that are named one by one
 class EpochAudit:
     """Counts of records, and int64 arrays of those that stand out.
 
-    A record that is several examples counts as seen once where each of them was. `filled_up` are the records with which
-    the end of the epoch fills its last step; `missed` and `repeated` are those that nothing explains.
+    A record that is several examples counts as seen once where each of them was, as missed where one of them was, and
+    as repeated likewise. `filled_up` are the records with which the end of the epoch fills its last step; `missed` and
+    `repeated` are those that nothing explains.
     """
 
     epoch: int
@@ -75,27 +76,57 @@ def audit_run(output_dir: str | Path) -> list[EpochAudit]:
             " at the first checkpoint or at the end."
         )
     order = AuditedOrder.read(folder)
-    rows = _read_rows(folder, order.num_records)
+    contents = _contents(folder, order)
+    rows = _read_rows(folder, contents)
     first, last = order.first_step, int(rows["step"].max())
     steps_per_epoch = GlobalBatches(order.num_examples, per_rank_batch_size=order.global_batch_size).steps_per_epoch
     epochs = {*range((first - 1) // steps_per_epoch, (last - 1) // steps_per_epoch + 1), *rows["epoch"].tolist()}
-    record_of_example = np.arange(order.num_examples)
-    if (folder / "examples.parquet").is_file():
-        record_of_example = _read(folder / "examples.parquet")["record_id"]
     return [
         _audit_epoch(
             epoch,
             {name: column[rows["epoch"] == epoch] for name, column in rows.items()},
             order,
-            record_of_example,
+            contents,
             range(max(first - 1, epoch * steps_per_epoch), min(last, (epoch + 1) * steps_per_epoch)),
         )
         for epoch in sorted(epochs)
     ]
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """Which records each example holds: parallel arrays (int64), a *piece* an entry, in the order of the examples."""
+
+    examples: np.ndarray
+    record_ids: np.ndarray
+
+    def pieces(self, examples: np.ndarray) -> np.ndarray:
+        """How often each piece is among `examples`: `[pieces]` int64."""
+        return np.bincount(examples, minlength=int(self.examples[-1]) + 1)[self.examples]
+
+    def pieces_of(self, examples: np.ndarray) -> np.ndarray:
+        """How many pieces each of `examples` has."""
+        return np.bincount(self.examples)[examples]
+
+    def find(self, examples: np.ndarray, record_ids: np.ndarray) -> np.ndarray:
+        """The piece of each `(example, record_id)`; -1 where the data has no such piece."""
+        width = 1 + max(int(self.record_ids.max()), int(record_ids.max(initial=0)))
+        keys = self.examples * width + self.record_ids
+        order = np.argsort(keys)
+        wanted = examples * width + record_ids
+        places = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
+        return np.where(keys[places] == wanted, places, -1)
+
+
+def _contents(folder: Path, order: AuditedOrder) -> _Contents:
+    if not (folder / "examples.parquet").is_file():
+        return _Contents(np.arange(order.num_examples), np.arange(order.num_examples))
+    table = _read(folder / "examples.parquet")
+    return _Contents(table["example"], table["record_id"])
+
+
 def _audit_epoch(
-    epoch: int, rows: dict[str, np.ndarray], order: AuditedOrder, record_of_example: np.ndarray, steps: range
+    epoch: int, rows: dict[str, np.ndarray], order: AuditedOrder, contents: _Contents, steps: range
 ) -> EpochAudit:
     """`steps` are those of the epoch that the run has taken, counted from 0 over all epochs."""
     batches = GlobalBatches(
@@ -105,40 +136,43 @@ def _audit_epoch(
     begin = (steps.start - epoch * batches.steps_per_epoch) * order.global_batch_size
     examples = np.array(list(islice(batches, len(steps))), dtype=np.int64).reshape(-1)[: order.num_examples - begin]
     ends = steps.stop == (epoch + 1) * batches.steps_per_epoch
-    filled_up = record_of_example[batches.repeated()] if ends else np.empty(0, dtype=np.int64)
+    due = contents.pieces(examples)
+    filled_up = contents.pieces(batches.repeated() if ends else np.empty(0, dtype=np.int64))
+    seen = np.bincount(rows["piece"], minlength=len(due))
 
-    def times(record_ids: np.ndarray) -> np.ndarray:
-        return np.bincount(record_ids, minlength=order.num_records)
+    def records(pieces: np.ndarray) -> np.ndarray:
+        return np.unique(contents.record_ids[pieces])
 
-    due, seen = times(record_of_example[examples]), times(rows["record_id"])
-    ranks, counts = np.unique(rows["rank"], return_counts=True)
+    more, never = records(seen > due), records(seen < due)
+    examples_of_ranks = np.bincount(rows["rank"], weights=1 / contents.pieces_of(rows["example"]))
     return EpochAudit(
         epoch=epoch,
         num_steps=len(steps),
         steps_per_epoch=batches.steps_per_epoch,
-        expected=int((due > 0).sum()),
-        once=int(((seen == due) & (due > 0)).sum()),
-        more_than_once=int((seen > due).sum()),
-        never=int((seen < due).sum()),
-        examples_per_rank=dict(zip(ranks.tolist(), counts.tolist(), strict=True)),
-        filled_up=filled_up,
-        missed=np.flatnonzero(seen < due),
-        repeated=np.flatnonzero(seen > due + times(filled_up)),
+        expected=len(records(due > 0)),
+        once=len(np.setdiff1d(records(due > 0), np.union1d(more, never))),
+        more_than_once=len(more),
+        never=len(never),
+        examples_per_rank={rank: round(count) for rank, count in enumerate(examples_of_ranks.tolist()) if count},
+        filled_up=records(filled_up > 0),
+        missed=never,
+        repeated=records(seen > due + filled_up),
     )
 
 
-def _read_rows(folder: Path, num_records: int) -> dict[str, np.ndarray]:
-    """All parts of all ranks as columns (int64), with the `rank` of each row."""
+def _read_rows(folder: Path, contents: _Contents) -> dict[str, np.ndarray]:
+    """All parts of all ranks as columns (int64), with the `rank` of each row and the `piece` that it is."""
     parts = []
     for path in sorted(folder.glob("rank-*/step-*.parquet")):
         part = _read(path)
-        if len(outside := part["record_id"][(part["record_id"] < 0) | (part["record_id"] >= num_records)]):
+        pieces = contents.find(part["example"], part["record_id"])
+        if len(unknown := part["record_id"][pieces < 0]):
             raise ValueError(
-                f"Record ids are 0 to {num_records - 1}, and `{path}` names {_names(outside)}. The audit belongs to"
-                " other data than its `about.json` says."
+                f"`{path}` names {_names(np.unique(unknown))} in an example where the data has none. The audit belongs"
+                " to other data than its `about.json` says."
             )
         rank = int(path.parent.name.removeprefix("rank-"))
-        parts.append({**part, "rank": np.full(len(part["step"]), rank)})
+        parts.append({**part, "piece": pieces, "rank": np.full(len(pieces), rank)})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -1,11 +1,14 @@
 """Who trained on what: with `--record_audit`, every rank notes the records of each of its steps.
 
     audit/about.json              what `tinylm audit` checks the rest against
-    audit/examples.parquet        record_id of example 0, 1, ...; only where a record is more than one example
-    audit/rank-R/step-F.parquet   step, micro_step, epoch, record_id (int64), a row an example, from step F on
+    audit/examples.parquet        example, record_id: what each example holds; only where that is not its own number
+    audit/rank-R/step-F.parquet   step, micro_step, epoch, record_id, example (int64), from step F on: a row for each
+                                  record of each example
 
 Choices:
-- A part is kept in memory (32 bytes a row) and appears under its name when it is whole, just before the checkpoint that
+- An *example* is one row of the dataset. A long record may be several examples and a packed row hold several records,
+  so both numbers are noted: of two examples of one record, one could be seen twice and the other never.
+- A part is kept in memory (40 bytes a row) and appears under its name when it is whole, just before the checkpoint that
   it belongs to. So every checkpoint has all parts before it, and a resumed run deletes the parts behind it.
 - Steps are numbered from 1, as in the log; micro-steps and epochs from 0. The epoch is the one that the order was
   computed for.
@@ -25,7 +28,7 @@ import pyarrow.parquet
 
 from tinylm.data.order import GlobalBatches
 
-COLUMNS = ("step", "micro_step", "epoch", "record_id")
+COLUMNS = ("step", "micro_step", "epoch", "record_id", "example")
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,14 @@ class RecordAudit:
     Args:
         output_dir: the run's folder.
         batches: this rank's order of the examples.
-        record_ids: `[examples]`, the record of each example; None where each example is a record of its own.
+        contents: `(examples, record_ids)`, int64, in the order of the examples: which records each of them holds. None
+            where each example is a record of its own.
     """
 
-    def __init__(self, output_dir: str, batches: GlobalBatches, record_ids: np.ndarray | None) -> None:
-        self.folder, self.batches, self.record_ids = Path(output_dir, "audit"), batches, record_ids
+    def __init__(
+        self, output_dir: str, batches: GlobalBatches, contents: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> None:
+        self.folder, self.batches, self.contents = Path(output_dir, "audit"), batches, contents
         self._rows = {name: array("q") for name in COLUMNS}
 
     def begin(self, steps_done: int) -> None:
@@ -66,7 +72,7 @@ class RecordAudit:
             ValueError: the run that is gone on with had other data, another seed or another global batch.
         """
         batches = self.batches
-        num_records = batches.length if self.record_ids is None else int(self.record_ids[-1]) + 1
+        num_records = batches.length if self.contents is None else int(self.contents[1].max()) + 1
         order = AuditedOrder(num_records, batches.length, batches.seed, batches.global_batch_size, steps_done + 1)
         if steps_done and (self.folder / "about.json").is_file():
             before = AuditedOrder.read(self.folder)
@@ -83,18 +89,19 @@ class RecordAudit:
         self._rows = {name: array("q") for name in COLUMNS}
         if batches.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.record_ids is not None:
-                _write_whole(pa.table({"record_id": self.record_ids}), self.folder / "examples.parquet")
+            if self.contents is not None:
+                columns = dict(zip(("example", "record_id"), self.contents, strict=True))
+                _write_whole(pa.table(columns), self.folder / "examples.parquet")
             beside = self.folder / ".about.json"  # another rank may be reading it
             beside.write_text(json.dumps(asdict(order), indent=2) + "\n", encoding="utf-8")
             os.replace(beside, self.folder / "about.json")
 
-    def add(self, step: int, record_ids: list[int]) -> None:
-        """The records of this rank's next micro-batch, which belongs to `step`."""
+    def add(self, step: int, record_ids: list[int], examples: list[int]) -> None:
+        """The records of this rank's next micro-batch, which belongs to `step`, and the example that each came in."""
         rows = self._rows
         micro_step = rows["micro_step"][-1] + 1 if rows["step"] and rows["step"][-1] == step else 0
         columns = ([value] * len(record_ids) for value in (step, micro_step, self.batches.epoch))
-        for name, column in zip(COLUMNS, (*columns, record_ids), strict=True):
+        for name, column in zip(COLUMNS, (*columns, record_ids, examples), strict=True):
             rows[name].extend(column)
 
     def close_part(self) -> None:

@@ -26,7 +26,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, seed_worker
 
 from tinylm.data.order import GlobalBatches
-from tinylm.data.records import NumberedExamples, RecordCuts
+from tinylm.data.records import CollateNumbered, HoldsRecords, NumberedExamples
 from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
@@ -142,16 +142,19 @@ class LanguageModelTrainer(Trainer):
             world_size=args.world_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
         )
-        dataset = self._audited(self.train_dataset, batches) if args.record_audit else self.train_dataset
+        dataset = self.train_dataset
+        if args.record_audit:
+            dataset = self._audited(dataset, batches)
+            settings["collate_fn"] = CollateNumbered(self.data_collator)
         return OrderedLoader(dataset, batch_sampler=batches, **settings)
 
     def _audited(self, dataset: Dataset, batches: GlobalBatches) -> Dataset:
-        """The dataset with `record_ids` in its examples, and the audit that notes them."""
-        cuts: RecordCuts | None = getattr(dataset, "cuts", None)
-        self.record_audit = RecordAudit(self.args.output_dir, batches, None if cuts is None else cuts.record_ids())
+        """The dataset with numbers for its examples, and the audit that notes them and their records."""
+        contents = dataset.contents() if isinstance(dataset, HoldsRecords) else None
+        self.record_audit = RecordAudit(self.args.output_dir, batches, contents)
         self.remove_callback(AuditFiles)  # of an earlier `train`
         self.add_callback(AuditFiles(self.record_audit))
-        return NumberedExamples(dataset) if cuts is None else dataset
+        return NumberedExamples(dataset)
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
         if resume_from_checkpoint:
@@ -173,9 +176,9 @@ class LanguageModelTrainer(Trainer):
     # Loss: counted, and never silently not a number.
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
-        record_ids = inputs.pop("record_ids", None)
+        record_ids, example_ids = inputs.pop("record_ids", None), inputs.pop("example_ids", None)
         if self.record_audit is not None:
-            self.record_audit.add(self.state.global_step + 1, record_ids.tolist())
+            self.record_audit.add(self.state.global_step + 1, record_ids.tolist(), example_ids.tolist())
         loss = super().training_step(model, inputs, num_items_in_batch)
         # `compute_loss` multiplies by the ranks, because DDP divides the gradients by them.
         self.meter.add(loss * num_items_in_batch / self.accelerator.num_processes, inputs)
