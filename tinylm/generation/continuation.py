@@ -1,26 +1,22 @@
-"""Text from a causal language model: continuations of prompts, and answers in a conversation.
+"""Continuations of prompts by a causal language model.
 
 The choices:
 - Prompts of one call are one batch, padded on the left, sampled under a seed of its own.
 - What was asked for decides: sampling settings that came with the model, such as a repetition penalty, are not used.
-- A text ends at any token that the generation config or the tokenizer calls its end; a conversation's turn also at the
-  token with which the chat template ends an answer.
-- Streaming never splits a character, whatever the tokenizer: what is not whole yet waits.
+- A text ends at any token that the generation config or the tokenizer calls its end.
 """
 
 import logging
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from tinylm.evaluation.scoring import evaluation_mode, scoring_start_id
 
-logger = logging.getLogger(__name__)
+from .streaming import TextStreamer, text_after
 
-_REPLACEMENT = "\ufffd"  # what decoding gives for the bytes of a character that is not whole
+logger = logging.getLogger(__name__)
 
 
 def generate_text(
@@ -52,7 +48,7 @@ def generate_text(
         ValueError: the context has no room for `max_new_tokens`, or a prompt is empty and the tokenizer has no bos or
             eos to start from.
     """
-    room = _room(model, max_new_tokens)
+    room = room_for_prompt(model, max_new_tokens)
     once = [(prompt, _encode_prompt(tokenizer, prompt, room)) for prompt in prompts]
     asked = [pair for pair in once for _ in range(num_samples)]
     if not asked:
@@ -69,7 +65,7 @@ def generate_text(
         seed=seed,
         write=write,
     )
-    return [text + _text_after(tokenizer, ids, new_ids) for (text, ids), new_ids in zip(asked, added, strict=True)]
+    return [text + text_after(tokenizer, ids, new_ids) for (text, ids), new_ids in zip(asked, added, strict=True)]
 
 
 def continue_ids(
@@ -129,52 +125,12 @@ def context_size(model: PreTrainedModel) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
-class TextStreamer(BaseStreamer):
-    """Writes the text of one `generate` while it comes, for any tokenizer, without the prompt and the special tokens.
+def room_for_prompt(model: PreTrainedModel, max_new_tokens: int) -> int | None:
+    """How many tokens a prompt may have beside `max_new_tokens` in the context; None for no limit.
 
-    What all pieces say together is what the ids decode to at once. Bytes that do not make a character yet decode to
-    U+FFFD and wait; they are written as that when the generation ends.
+    Raises:
+        ValueError: there is no room.
     """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], *, stop_ids: Collection[int] = ()
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._write = write
-        self._stop_ids = stop_ids
-        self._prompt_ids: list[int] | None = None
-        self._new_ids: list[int] = []
-        self._num_written = 0
-
-    def put(self, value: Tensor) -> None:
-        """Takes the prompt `[1, T]` first, then each new id `[1]`.
-
-        Raises:
-            ValueError: more than one text at a time.
-        """
-        if value.ndim == 2 and len(value) > 1:
-            raise ValueError(f"A streamer writes one text at a time, but {len(value)} came. Generate one by one.")
-        if self._prompt_ids is None:
-            self._prompt_ids = value[0].tolist()
-            return
-        self._new_ids += [token_id for token_id in value.tolist() if token_id not in self._stop_ids]
-        self._write_up_to(self._text().rstrip(_REPLACEMENT))
-
-    def end(self) -> None:
-        """Writes what was waiting."""
-        self._write_up_to(self._text())
-
-    def _text(self) -> str:
-        return _text_after(self._tokenizer, self._prompt_ids or [], self._new_ids)
-
-    def _write_up_to(self, text: str) -> None:
-        if len(text) > self._num_written:
-            self._write(text[self._num_written :])
-            self._num_written = len(text)
-
-
-def _room(model: PreTrainedModel, max_new_tokens: int) -> int | None:
-    """How many tokens a prompt may have."""
     context = context_size(model)
     if context is not None and max_new_tokens >= context:
         raise ValueError(
@@ -202,15 +158,3 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, room: int | 
 def _until(token_ids: list[int], stop_ids: Collection[int]) -> list[int]:
     """The ids before the first that stops."""
     return next((token_ids[:i] for i, token_id in enumerate(token_ids) if token_id in stop_ids), token_ids)
-
-
-def _text_after(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int]) -> str:
-    """What the new tokens add to the text; alone they would lose a leading space with some tokenizers."""
-
-    def decode(token_ids: list[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    # The prompt's last tokens are enough, from where a character begins; all of a long one would be slow to stream.
-    tails = [prompt_ids[-length:] for length in range(8, 16)]
-    tail = next((ids for ids in tails if not decode(ids).startswith(_REPLACEMENT)), prompt_ids)
-    return decode(tail + new_ids)[len(decode(tail)) :]
