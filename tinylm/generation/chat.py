@@ -32,9 +32,9 @@ def answer(
 ) -> str:
     """What the model answers to the last of `messages`, without space around it.
 
-    The settings are those of `generate_text`. An answer ends with the token that the chat template writes behind answers, and with those that end a text. A
-    conversation that does not fit into the context beside `max_new_tokens` loses its oldest turns, and that is said;
-    a system message stays.
+    The settings are those of `generate_text`. An answer ends with the token that the chat template writes behind
+    answers, and with those that end a text. A conversation that does not fit into the context beside `max_new_tokens`
+    loses its oldest turns, and that is said; a system message stays.
 
     Raises:
         ValueError: the tokenizer has no chat template, the template refuses the conversation, or its last question
