@@ -49,6 +49,14 @@ def test_parts_can_be_pickled_and_have_fingerprints_of_their_own() -> None:
     assert len({source.fingerprint, part.fingerprint, training_part(source).fingerprint}) == 3
 
 
+def test_a_corpus_of_which_the_hash_picks_none_is_cut_as_well() -> None:
+    none = [text for text in _DOCUMENTS if not is_held_out(text)][:30]
+    training, validation = _parts(_source(none))
+    assert "".join(training + validation) == "".join(none) and validation
+    with_one = [*none, next(text for text in _DOCUMENTS if is_held_out(text))]
+    assert _parts(_source(with_one)) == (none, with_one[-1:])
+
+
 def test_of_one_text_the_last_tenth_is_held_out_at_a_blank_line() -> None:
     paragraphs = [f"paragraph {number}\nof two lines" for number in range(100)]
     training, validation = _parts(_source(["\n\n".join(paragraphs)]))

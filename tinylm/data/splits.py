@@ -1,13 +1,14 @@
 """Training and validation parts of a source.
 
 A document is held out by a hash of its text, so the same documents are held out whatever the order, the path, the
-number of shards or ranks. A source of few documents is cut once instead, near its end, at a paragraph.
+number of shards or ranks. A source of few documents, or of which the hash picks none, is cut once instead, near its
+end, at a paragraph.
 """
 
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 
 from tinylm.data.documents import Shard, Source, fingerprint, from_texts
 
@@ -22,12 +23,12 @@ def is_held_out(text: str) -> bool:
 
 
 def training_part(source: Source) -> Source:
-    """The documents that are not held out; of fewer than 20 documents, about the first 90 % of the bytes."""
+    """The documents that are not held out; of few documents (`_few_documents`), about the first 90 % of the bytes."""
     return _part(source, held_out=False)
 
 
 def validation_part(source: Source) -> Source:
-    """The documents that are held out; of fewer than 20 documents, about the last 10 % of the bytes.
+    """The documents that are held out; of few documents, about the last 10 % of the bytes.
 
     Raises:
         ValueError: the source is too short to be cut in two.
@@ -53,9 +54,15 @@ def _read_part(shard: Shard, held_out: bool, start: int, step: int) -> Iterator[
 
 @lru_cache(maxsize=2)  # both parts ask, and reading the first documents of a dump or of the Hub takes about a second
 def _few_documents(source: Source) -> tuple[str, ...] | None:
-    """All documents of a source that has fewer than `FEWEST_DOCUMENTS`, else None."""
-    first = tuple(islice(source.documents(), FEWEST_DOCUMENTS))
-    return first if len(first) < FEWEST_DOCUMENTS else None
+    """All documents of a source that has fewer than `FEWEST_DOCUMENTS`, or of which none is held out, else None."""
+    read: list[str] = []
+    any_held_out = False
+    for document in source.documents():
+        read.append(document)
+        any_held_out = any_held_out or is_held_out(document)
+        if any_held_out and len(read) >= FEWEST_DOCUMENTS:
+            return None
+    return tuple(read)
 
 
 def _cut(documents: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -207,7 +207,9 @@ def _train(text: _TrainingText, vocab_size: int, model_type: str) -> bytes:
 def _unreachable(vocab_size: int, smallest: int, largest: str) -> ValueError:
     return ValueError(
         f"A vocabulary of {vocab_size:,} pieces cannot be reached with this text: it allows {smallest:,} (the specials,"
-        f" 256 bytes and each common character) to {largest}. Set `--vocab_size` in that range, or give more text."
+        f" 256 bytes and each common character) to {largest}. Take a size in that range (`--vocab_size` of"
+        " train_tokenizer.py, or `vocab_size` in the config.json of a model whose tokenizer is trained on its way), or"
+        " give more text."
     )
 
 
