@@ -160,9 +160,9 @@ class PlainFormat:
         found = [message["role"] for message in messages]
         if found != roles:
             raise ValueError(
-                f"Without a chat template a conversation is one prompt and one completion; the"
-                f" tokenizer `{self.tokenizer.name_or_path}` has none, here are {', '.join(found)}. Set `--chat_template` to a"
-                " file with one, or take an instruct model's tokenizer."
+                "Without a chat template a conversation is one prompt and one completion; the tokenizer"
+                f" `{self.tokenizer.name_or_path}` has none, and these messages are {', '.join(found)}. Set"
+                " `--chat_template` to a file with one, or take an instruct model's tokenizer."
             )
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -1,12 +1,12 @@
-"""A dataset of the Hugging Face Hub, streamed."""
+"""A dataset of the Hugging Face Hub."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from datasets import IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 from tinylm.data.columns import check_column, strided_texts
@@ -17,25 +17,52 @@ SECONDS_TO_ANSWER = 10
 BATCH = 256
 """Rows that are taken from a stream at a time."""
 
+_WITHOUT_NETWORK = (
+    "Without network, train on the Wikipedia excerpt with `--config recipes/configs/pretrain_tlm/demo.yaml`, or on your"
+    " own text with `--data_files`."
+)
+
+
+def load_from_hub(
+    name: str, config_name: str | None, split: str, *, streaming: bool, without_network: str
+) -> tuple[Dataset | IterableDataset, list[str]]:
+    """A split of a dataset of the Hub, and its columns.
+
+    Without network, what was downloaded before is found, unless it is streamed.
+
+    Args:
+        without_network: what the user can do if the Hub cannot be reached, a sentence for the message.
+
+    Raises:
+        ValueError: the Hub does not answer, or has no such dataset, configuration or split.
+    """
+    if streaming or not constants.HF_HUB_OFFLINE:
+        _check_hub_has(name, without_network)
+    try:
+        dataset = load_dataset(name, config_name, split=split, streaming=streaming)
+        return dataset, dataset.column_names or list(next(iter(dataset), {}))  # a stream may not declare them
+    except ConnectionError as error:
+        raise _unreachable(name, error, without_network) from error
+    except (ValueError, RuntimeError, DatasetsError) as error:
+        raise ValueError(
+            f"The dataset `{title_of(name, config_name, split)}` cannot be opened: {error} "
+            "Set `--dataset_name`, `--dataset_config_name` and `--dataset_split`."
+        ) from error
+
+
+def title_of(name: str, config_name: str | None, split: str) -> str:
+    """How a message calls a split of a dataset."""
+    return f"{name}{f', {config_name}' if config_name else ''}, split {split}"
+
 
 def open_hub_dataset(name: str, config_name: str | None, split: str, text_column: str) -> Source:
     """One shard for each of the dataset's own (mostly its files), read as a stream.
 
     Raises:
-        ValueError: the Hub does not answer, or has no such dataset, configuration, split or column, or no document.
+        ValueError: what `load_from_hub` raises; or there is no such column, or no document.
     """
-    title = f"{name}{f', {config_name}' if config_name else ''}, split {split}"
-    _check_hub_has(name)
-    try:
-        dataset = load_dataset(name, config_name, split=split, streaming=True)
-        columns = dataset.column_names or list(next(iter(dataset), {}))
-    except ConnectionError as error:
-        raise _unreachable(name, error) from error
-    except (ValueError, RuntimeError, DatasetsError) as error:
-        raise ValueError(
-            f"The dataset `{title}` cannot be opened: {error} "
-            "Set `--dataset_name`, `--dataset_config_name` and `--dataset_split`."
-        ) from error
+    title = title_of(name, config_name, split)
+    dataset, columns = load_from_hub(name, config_name, split, streaming=True, without_network=_WITHOUT_NETWORK)
     check_column(text_column, columns, f"The dataset `{title}`")
     shards = tuple(
         Shard(f"{title}, shard {index}", HubShard(dataset, index, text_column)) for index in range(dataset.num_shards)
@@ -72,7 +99,7 @@ class HubShard:
         return without_empty(texts)
 
 
-def _check_hub_has(name: str) -> None:
+def _check_hub_has(name: str, without_network: str) -> None:
     try:
         HfApi().dataset_info(name, timeout=SECONDS_TO_ANSWER)
     except HFValidationError as error:
@@ -87,11 +114,8 @@ def _check_hub_has(name: str) -> None:
     except HfHubHTTPError:
         pass  # it answers, if oddly; what is wrong, `load_dataset` says better
     except Exception as error:  # the classes depend on the HTTP library, which changes with huggingface_hub
-        raise _unreachable(name, error) from error
+        raise _unreachable(name, error, without_network) from error
 
 
-def _unreachable(name: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"The Hub cannot be reached for the dataset `{name}` ({error}). Without network, train on the Wikipedia "
-        "excerpt with `--config recipes/configs/pretrain_tlm/demo.yaml`, or on your own text with `--data_files`."
-    )
+def _unreachable(name: str, error: Exception, without_network: str) -> ValueError:
+    return ValueError(f"The Hub cannot be reached for the dataset `{name}` ({error}). {without_network}")

@@ -23,7 +23,7 @@ def open_local_files(data_files: Sequence[str], text_column: str, document_separ
         FileNotFoundError: nothing there.
         ValueError: a file that cannot be read, or no document in any.
     """
-    paths = list({path.resolve(): path for pattern in data_files for path in _matching(pattern)}.values())
+    paths = list({path.resolve(): path for pattern in data_files for path in matching_files(pattern)}.values())
     readers = [FileReader(path, text_column, document_separator) for path in paths]
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     cleaning = CLEANING_VERSION if any(format_of(path) == ".xml" for path in paths) else None
@@ -51,7 +51,13 @@ def _check(reader: FileReader, *, to_the_end: bool) -> int:
     return seen
 
 
-def _matching(pattern: str) -> list[Path]:
+def matching_files(pattern: str) -> list[Path]:
+    """The files that a path, glob or folder names, those of a glob or folder sorted.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: a file with an ending that is not known.
+    """
     path = Path(pattern).expanduser()
     if path.is_file():
         if not is_known(path):
