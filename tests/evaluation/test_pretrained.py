@@ -48,19 +48,21 @@ def test_weights_that_are_not_there_are_refused_and_not_made_up(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["./nowhere", "runs/of/nobody", "/nowhere"])
 def test_a_folder_that_is_missing_is_named(name: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"there is no folder `{name}`"):
+    with pytest.raises(FileNotFoundError, match=f"There is no folder or file `{name}`"):
         pretrained_config(name)
 
 
 def test_a_file_and_a_folder_without_a_model_are_named(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"holds `config.json` or, for an adapter, .* holds \['notes.txt'\]"):
+    with pytest.raises(ValueError, match=r"A model's folder holds `config.json`; .* holds \['notes.txt'\]"):
         pretrained_config(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(ValueError, match=r"is a file that does not end in `\.gguf`"):
         pretrained_config(str(tmp_path / "notes.txt"))
 
 
 def test_a_name_that_only_the_hub_could_know_ends_at_once_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"(?s)No architecture could be read from `runs/nobody`.*`--model_name"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no folder `runs/nobody`, no copy of it in the cache, .*`--model_name"
+    ):
         pretrained_config("runs/nobody")

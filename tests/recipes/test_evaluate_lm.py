@@ -85,9 +85,9 @@ def test_the_validation_split_is_the_held_out_part(recipe: Callable[..., int], m
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model_name_or_path": "./runs/nobody"}, "there is no folder `./runs/nobody`"),
-        ({"model_name_or_path": "runs/nobody"}, "No architecture could be read from `runs/nobody`"),
-        ({"model_name_or_path": str(ROOT / "tests")}, "holds `config.json` or, for an adapter"),
+        ({"model_name_or_path": "./runs/nobody"}, "There is no folder or file `./runs/nobody`"),
+        ({"model_name_or_path": "runs/nobody"}, "There is no folder `runs/nobody`"),
+        ({"model_name_or_path": str(ROOT / "tests")}, "A model's folder holds `config.json`"),
         ({"stride": "38"}, "context of 37 tokens, not 38. Set `--stride 18`"),
         ({"block_size": "38"}, "`block_size` is 38"),
         ({"eval_split": "test"}, "`eval_split` is `all` or `validation`, not `test`"),

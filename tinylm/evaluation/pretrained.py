@@ -1,69 +1,87 @@
-"""A trained model from where it lies - a run's folder, an adapter, a repository of the Hub - ready to be scored.
+"""A trained model from where it lies - a run's folder, an adapter, a repository of the Hub, a GGUF file.
 
-Weights are read from safetensors only, as float32 whatever they were saved in, and no code that comes with them runs.
+An adapter stands on its base model, which is looked for in this order: the one that is named; `base_model` in the
+`run.json` of the run that made the adapter, a file or folder of this machine; the id in its `adapter_config.json`.
+Weights are read from safetensors (or GGUF) only, and no code that comes with them runs.
 """
 
+import json
 from pathlib import Path
 
 import torch
-from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-import tinylm.models  # noqa: F401  (registers the Auto classes)
+from tinylm.models.loading import hub_answers, load_base_config, load_base_model, resolve_name
 
 
-def pretrained_config(name_or_path: str) -> PreTrainedConfig:
+def pretrained_config(name_or_path: str, base_model: str | None = None) -> PreTrainedConfig:
     """The architecture of the model; of an adapter, that of its base model. Reads no weights.
 
     Raises:
-        FileNotFoundError: no such folder, and no such repository where the Hub can be reached.
+        FileNotFoundError: no such file or folder, and no such repository where the Hub can be reached.
         ValueError: the folder holds no model.
     """
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        if folder.exists() or folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
-            raise FileNotFoundError(
-                f"A model is a folder or a repository of the Hub; there is no folder `{name_or_path}`. "
-                "Set `--model_name_or_path`."
-            )
-    elif not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        held = sorted(path.name for path in folder.iterdir())
-        raise ValueError(
-            f"A model's folder holds `config.json` or, for an adapter, `adapter_config.json`; `{name_or_path}` holds "
-            f"{held or 'nothing'}. Set `--model_name_or_path` to the folder that a run has written."
-        )
+    return load_base_config(base_of(name_or_path, base_model) or name_or_path)
+
+
+def load_pretrained(
+    name_or_path: str, base_model: str | None = None, *, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel | PeftModel:
+    """The causal language model in evaluation mode on the CPU, its adapter on top of its base model if it is one.
+
+    Args:
+        base_model: what an adapter stands on, instead of what it names itself.
+        dtype: what the weights are held in, whatever they were saved in; an adapter's stay in fp32.
+
+    Raises:
+        FileNotFoundError, ValueError: as `pretrained_config`; or the weights are not those of the architecture.
+    """
+    base = base_of(name_or_path, base_model)
+    model = load_base_model(base or name_or_path, dtype=dtype)
+    if base is None:
+        return model
     try:
-        return AutoConfig.from_pretrained(_base_of(name_or_path) or name_or_path)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"No architecture could be read from `{name_or_path}`, as a folder or from the Hub: {error} "
-            "Set `--model_name_or_path`."
+        return PeftModel.from_pretrained(model, resolve_name(name_or_path)).eval()
+    except RuntimeError as error:
+        raise ValueError(
+            f"The adapter `{name_or_path}` does not fit the base model `{base}`: {error} Name the one that it was"
+            " trained on with `--base_model`."
         ) from error
 
 
-def load_pretrained(name_or_path: str) -> PreTrainedModel | PeftModel:
-    """The causal language model in evaluation mode on the CPU, its adapter on top of its base model if it is one.
+def base_of(name_or_path: str, base_model: str | None = None) -> str | None:
+    """What an adapter stands on: `base_model` if it is named. None for a whole model.
 
     Raises:
-        ValueError: the folder's weights are not those of its architecture.
-        OSError: no weights in safetensors.
+        FileNotFoundError: no such file or folder.
+        ValueError: a base is named and there is no adapter, or the adapter names none.
     """
-    if _base_of(name_or_path):
-        return AutoPeftModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32).eval()
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        name_or_path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
-    if missing := sorted(loading["missing_keys"]):
-        raise ValueError(
-            f"The weights of `{name_or_path}` are not those of a {type(model).__name__}: {len(missing)} are missing, "
-            f"such as `{missing[0]}`, and would be random. Train or copy the model again."
-        )
-    return model.eval()
-
-
-def _base_of(name_or_path: str) -> str | None:
-    """What an adapter was trained on; None for a whole model."""
-    if find_adapter_config_file(name_or_path) is None:
+    place = resolve_name(name_or_path)
+    if not _is_adapter(place):
+        if base_model is not None:
+            raise ValueError(f"Adapters have a base model, and `{name_or_path}` is a whole one. Leave it out.")
         return None
-    return PeftConfig.from_pretrained(name_or_path).base_model_name_or_path
+    base = base_model or _base_in_run_json(Path(place)) or PeftConfig.from_pretrained(place).base_model_name_or_path
+    if base is None:
+        raise ValueError(f"The adapter `{name_or_path}` does not say what it was trained on. Set `--base_model`.")
+    return base
+
+
+def _is_adapter(place: str) -> bool:
+    if Path(place).exists():
+        return Path(place, "adapter_config.json").is_file()
+    return find_adapter_config_file(place, local_files_only=not hub_answers(place)) is not None
+
+
+def _base_in_run_json(folder: Path) -> str | None:
+    """`base_model` of the run that wrote the adapter, or the checkpoint that it lies in, where it is still there."""
+    for path in (folder / "run.json", folder.parent / "run.json"):
+        if path.is_file():
+            base = json.loads(path.read_text(encoding="utf-8")).get("base_model")
+            try:
+                return base if base is not None and Path(resolve_name(base)).exists() else None
+            except FileNotFoundError:
+                return None
+    return None

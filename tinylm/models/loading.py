@@ -83,6 +83,7 @@ def load_base_config(name_or_path: str) -> PreTrainedConfig:
     if is_gguf(place):
         config = _read_gguf(place, AutoConfig)
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        del config._model_name_or_path  # what the file calls itself
         return config
     _check_folder(place)
     return _read(place, AutoConfig)
@@ -189,13 +190,18 @@ def _check_folder(place: str) -> None:
     if folder.is_file():
         raise ValueError(f"`{place}` is a file that does not end in `.gguf`. {_WAYS}")
     if folder.is_dir() and not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"`{place}` holds an adapter and no whole model. To train it further, set `--adapter_name_or_path` to"
+                " it and `--model_name_or_path` to its base model; `tinylm merge` makes a whole model of it."
+            )
         held = sorted(path.name for path in folder.iterdir())[:20]
         raise ValueError(f"A model's folder holds `config.json`; `{place}` holds {held or 'nothing'}. {_WAYS}")
 
 
 def _read(place: str, auto_class: type, **settings: object) -> object:
     """`auto_class.from_pretrained`, with what goes wrong in words."""
-    local_only = not Path(place).exists() and not _hub_answers(place)
+    local_only = not Path(place).exists() and not hub_answers(place)
     try:
         return auto_class.from_pretrained(place, local_files_only=local_only, **settings)
     except OSError as error:
@@ -204,7 +210,7 @@ def _read(place: str, auto_class: type, **settings: object) -> object:
         raise FileNotFoundError(f"`{place}` could not be read from the Hub: {error} {_WAYS}") from error
 
 
-def _hub_answers(repository: str) -> bool:
+def hub_answers(repository: str) -> bool:
     """Whether to ask the Hub for a repository; False: take what the cache holds.
 
     Raises:
@@ -224,7 +230,8 @@ def _hub_answers(repository: str) -> bool:
             return True  # it answers, if oddly; what is wrong, `from_pretrained` says better
         except Exception as error:  # the classes depend on the HTTP library, which changes with huggingface_hub
             why = f"the Hub cannot be reached ({error})"
-    if not isinstance(try_to_load_from_cache(repository, "config.json"), str):
+    copies = [try_to_load_from_cache(repository, name) for name in ("config.json", "adapter_config.json")]
+    if not any(isinstance(copy, str) for copy in copies):
         raise FileNotFoundError(f"There is no folder `{repository}`, no copy of it in the cache, and {why}. {_WAYS}")
     logger.info("%s: taken from the cache, since %s", repository, why)
     return False
