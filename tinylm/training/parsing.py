@@ -17,7 +17,7 @@ from transformers import HfArgumentParser
 
 # Naming a source by hand replaces the run file's source as a whole, not one half of it.
 _SOURCES = {"dataset_name", "data_files", "prepared_corpus"}
-_SOURCE_FLAGS = {*_SOURCES, "dataset_config_name"}
+_SOURCE_FLAGS = {*_SOURCES, "dataset_config_name", "eval_data_files"}
 
 
 def parse_arguments(
