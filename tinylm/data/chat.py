@@ -1,147 +1,194 @@
-"""Conversations to training examples: token ids, and labels on what is to be learned.
+"""Rows of conversations to a map-style dataset of examples, through a `datasets` map that remembers its result.
 
-Choices:
-- Learned is each answer and its end-of-turn mark, not the header before it nor the newline that a template puts behind
-  it. Everything else is context with label -100, the template's own system prompt included. The mask comes from the
-  pieces of the conversation (`chat_format`), never from token ids, so a pad token that is also eos changes nothing.
-- A conversation that is too long loses whole turns from its front, so that every answer keeps its question; the system
-  message stays. If the last question and answer are still too long, the answer is cut at its end and its end-of-turn
-  mark is not learned. A prompt that leaves no room for an answer gives an example without a target.
+Shapes: T tokens of one example.
 """
 
-import json
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TypedDict
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+import torch
+from datasets import Dataset as Table
+from datasets import Features, List, Value
+from jinja2 import TemplateError
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from tinylm.data.chat_format import ChatFormat, Message, Piece, PlainFormat, answer_indices, chat_format
-from tinylm.data.chat_records import Conversation
+from tinylm.data.chat_encoder import IGNORED, ChatEncoder
+from tinylm.data.chat_format import UnstableTemplateError
+from tinylm.data.chat_records import BrokenRuleError, conversation_of
+from tinylm.data.conversations import ROW_NUMBER, ChatRows
 from tinylm.data.documents import fingerprint
-from tinylm.data.encoding import tokenizer_hash
 
-TRAIN_ON = ("all", "answers", "last_answer")
-IGNORED = -100
+logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of what the encoder does: raise it when the same conversation would give other ids or labels
+_FEATURES = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "labels": List(Value("int32")),
+        "num_tokens": Value("int32"),
+        "num_targets": Value("int32"),
+        "num_turns_dropped": Value("int32"),
+        "num_tokens_cut": Value("int32"),
+        "fault": Value("string"),  # of a bad row; the empty lines of a file have neither a fault nor tokens
+    }
+)
+_FAULTS_TOLD = 3
 
 
-class Encoded(TypedDict):
-    """An example: `input_ids` and `labels` of one length, not shifted, and what it lost to `max_length`."""
-
-    input_ids: list[int]
-    labels: list[int]
-    num_turns_dropped: int
-    num_tokens_cut: int
+class BadRowError(ValueError):
+    """A row that is no conversation, with its number and what to do."""
 
 
-class ChatEncoder:
-    """Encodes conversations for one tokenizer; for one without chat template, prompts with completions, and texts.
+@dataclass
+class ExampleCounts:
+    """What became of rows: bad ones and those without a target give no example; others may have lost something."""
 
-    Args:
-        train_on: `answers`, the `last_answer` of each conversation, or `all` tokens.
-        max_length: tokens of an example at most.
-
-    Raises:
-        ValueError: an unknown `train_on`, a `max_length` without room for a target, a template or tokenizer that cannot
-            be used.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on: str = "answers", max_length: int) -> None:
-        if train_on not in TRAIN_ON:
-            raise ValueError(f"`train_on` is one of {', '.join(TRAIN_ON)}, not `{train_on}`. Set `--train_on`.")
-        if max_length < 2:
-            raise ValueError(
-                f"An example needs a token to predict from and one to predict; `max_length` is {max_length}. Raise"
-                " `--max_length`."
-            )
-        self.tokenizer, self.train_on, self.max_length = tokenizer, train_on, max_length
-        self.format: ChatFormat | PlainFormat = chat_format(tokenizer)
+    num_rows: int = 0
+    num_bad: int = 0
+    num_without_target: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+    num_shortened: int = 0
+    num_turns_dropped: int = 0
+    num_cut: int = 0
+    faults: list[str] = field(default_factory=list)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is no chat template."""
-        return isinstance(self.format, PlainFormat)
+    def num_examples(self) -> int:
+        return self.num_rows - self.num_bad - self.num_without_target
 
-    @property
-    def fingerprint(self) -> str:
-        """32 hexadecimal digits that change when the same conversation may be encoded differently."""
-        specials = json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str)
-        template = json.dumps(self.tokenizer.chat_template, sort_keys=True)
-        settings = (self.train_on, self.max_length, _VERSION)
-        return fingerprint(tokenizer_hash(self.tokenizer), specials, template, *settings)
+    def add(self, num_tokens: int, num_targets: int, num_turns_dropped: int, num_tokens_cut: int, fault: str) -> bool:
+        """Counts a row, and says whether it is an example to train on."""
+        if not (num_tokens or fault):
+            return False
+        self.num_rows += 1
+        self.num_bad += bool(fault)
+        self.faults += [fault] if fault and len(self.faults) < _FAULTS_TOLD else []
+        self.num_without_target += not (fault or num_targets)
+        if num_targets:
+            self.num_tokens += num_tokens
+            self.num_targets += num_targets
+            self.num_shortened += num_turns_dropped > 0
+            self.num_turns_dropped += num_turns_dropped
+            self.num_cut += num_tokens_cut > 0
+        return num_targets > 0
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """What generation is given for the next answer: a prefix of the `input_ids` of the longer conversation."""
-        return self.format.prompt_ids(messages)
-
-    def encode(self, messages: Sequence[Message], num_context: int = 0) -> Encoded:
-        """The example that a conversation makes; its last message is an answer.
-
-        Args:
-            num_context: answers among the first so many messages are not learned.
-
-        Raises:
-            UnstableTemplateError: the template rewrites answers that are to be learned.
-            jinja2.TemplateError: the template refuses the conversation.
-        """
-        kept = list(messages)
-        pieces = self._pieces(kept)
-        while (excess := _num_tokens(pieces) - self.max_length) > 0 and len(answer_indices(kept)) > 1:
-            kept = _without_first_turns(kept, pieces, excess)
-            pieces = self._pieces(kept)
-        num_dropped = len(messages) - len(kept)
-        first = sum(index < num_context - num_dropped for index in answer_indices(kept))
-        return self._example(pieces, first, num_dropped)
-
-    def encode_text(self, text: str) -> Encoded:
-        """The example that a document makes, all of it learned; it follows what every document follows."""
-        return self._example(self._plain.document(text), 0, 0)
-
-    def encode_conversation(self, conversation: Conversation) -> Encoded:
-        """Either of the two. Raises what `encode` raises."""
-        if conversation.text is not None:
-            return self.encode_text(conversation.text)
-        return self.encode(conversation.messages, conversation.num_context)
-
-    @cached_property
-    def _plain(self) -> PlainFormat:
-        return PlainFormat(self.tokenizer)
-
-    def _pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        return self.format.pieces(messages, only_last=self.train_on != "answers")
-
-    def _example(self, pieces: Sequence[Piece], first_answer: int, num_turns_dropped: int) -> Encoded:
-        """The pieces in a row; answers are learned from the one with number `first_answer` on."""
-        answers = [number for number, piece in enumerate(pieces) if piece.is_answer]
-        learned = set(answers[-1:] if self.train_on == "last_answer" else answers[first_answer:])
-        if self.train_on == "all":
-            learned = set(range(len(pieces)))
-        input_ids = [token_id for piece in pieces for token_id in piece.ids]
-        labels = [
-            token_id if number in learned else IGNORED for number, piece in enumerate(pieces) for token_id in piece.ids
+    def in_words(self, max_length: int) -> str:
+        """One line: examples, tokens, and what was dropped, shortened or cut."""
+        of = f" of {self.num_rows:,} rows" if self.num_rows > self.num_examples else ""
+        parts = [
+            f"{self.num_examples:,} examples{of}, {self.num_tokens:,} tokens, {self.num_targets:,} of them trained"
         ]
-        labels[0] = IGNORED  # nothing comes before it that could predict it
-        return Encoded(
-            input_ids=input_ids[: self.max_length],
-            labels=labels[: self.max_length],
-            num_turns_dropped=num_turns_dropped,
-            num_tokens_cut=max(0, len(input_ids) - self.max_length),
+        if self.num_without_target:
+            parts.append(f"{self.num_without_target:,} rows without a target dropped: {_no_room(max_length)}")
+        if self.num_bad:
+            parts.append(f"{self.num_bad:,} bad rows skipped: {self._told()}")
+        if self.num_shortened:
+            parts.append(
+                f"{self.num_shortened:,} longer than {max_length} tokens lost {self.num_turns_dropped:,} messages"
+                " from their front"
+            )
+        if self.num_cut:
+            parts.append(f"{self.num_cut:,} cut at {max_length} tokens")
+        return "; ".join(parts)
+
+    def check(self, max_length: int, title: str) -> None:
+        """Raises ValueError if no row is left to train on, with why."""
+        if self.num_examples:
+            return
+        reasons = []
+        if self.num_without_target:
+            reasons.append(f"in {self.num_without_target:,} {_no_room(max_length)} (raise `--max_length`)")
+        if self.num_bad:
+            reasons.append(f"{self.num_bad:,} are bad: {self._told()}")
+        raise ValueError(
+            f"None of the {self.num_rows:,} rows of {title} has a target to train on"
+            f"{': ' if reasons else ''}{'; '.join(reasons)}."
         )
 
+    def _told(self) -> str:
+        more = self.num_bad - len(self.faults)
+        return "; ".join([*self.faults, f"and {more:,} more"] if more else self.faults)
 
-def _num_tokens(pieces: Sequence[Piece]) -> int:
-    return sum(len(piece.ids) for piece in pieces)
+
+def _no_room(max_length: int) -> str:
+    return f"the prompt leaves no room for an answer in {max_length} tokens"
 
 
-def _without_first_turns(messages: list[Message], pieces: Sequence[Piece], excess: int) -> list[Message]:
-    """Without the first question, and as many more as are sure to be too many, each with its answer."""
-    system = messages[:1] if messages[0]["role"] == "system" else []
-    turns = messages[len(system) :]
-    most = len(answer_indices(messages)) - 1
-    dropped, saved = 1, len(pieces[0].ids) + len(pieces[1].ids)  # at most: what comes before the first question stays
-    while saved < excess and dropped < most and len(pieces) > 2 * dropped + 1:
-        saved += len(pieces[2 * dropped].ids) + len(pieces[2 * dropped + 1].ids)
-        dropped += 1
-    return [*system, *turns[2 * dropped :]]
+class Examples(Dataset):
+    """Encoded conversations: `{"input_ids": [T], "labels": [T]}`, int64; labels are -100 outside of what is learned.
+
+    `lengths` and `num_targets` (int64, [examples]) say how many tokens an example has and how many are learned;
+    `counts` what became of the rows.
+    """
+
+    def __init__(self, table: Table, counts: ExampleCounts) -> None:
+        self.counts = counts
+        self.lengths = np.asarray(table["num_tokens"], dtype=np.int64)
+        self.num_targets = np.asarray(table["num_targets"], dtype=np.int64)
+        self._table = table.select_columns(["input_ids", "labels"]).with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Examples are 0 to {len(self) - 1}; {index} is outside of the dataset.")
+        return {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in self._table[index].items()}
+
+
+def encode_examples(chat_rows: ChatRows, encoder: ChatEncoder, *, skip_bad_rows: bool = False) -> Examples:
+    """All rows, encoded; what became of them is said in one line. The rows of a stream are held in memory.
+
+    The result lies in the cache of `datasets`, and is found there by whoever encodes the same rows in the same way.
+
+    Raises:
+        BadRowError: a row breaks a rule, and `skip_bad_rows` is false.
+        ValueError: chat data without a chat template, a template that cannot be trained on, no row with a target.
+    """
+    encode = partial(encode_row, of=chat_rows, encoder=encoder, skip_bad_rows=skip_bad_rows)
+    rows = chat_rows.rows
+    if isinstance(rows, Table):
+        key = fingerprint(rows._fingerprint, chat_rows.shape, encoder.fingerprint, skip_bad_rows)
+        table = rows.map(encode, remove_columns=rows.column_names, features=_FEATURES, new_fingerprint=key)
+    else:
+        encoded = [encode({**row, ROW_NUMBER: number}) for number, row in enumerate(rows, start=1)]
+        table = Table.from_list(encoded, features=_FEATURES)
+    counts = ExampleCounts()
+    columns = (table[name] for name in _FEATURES if name not in ("input_ids", "labels"))
+    kept = [index for index, row in enumerate(zip(*columns, strict=True)) if counts.add(*row)]
+    counts.check(encoder.max_length, chat_rows.description)
+    logger.info("Examples: %s", counts.in_words(encoder.max_length))
+    return Examples(table.select(kept), counts)
+
+
+def encode_row(
+    row: Mapping[str, object], *, of: ChatRows, encoder: ChatEncoder, skip_bad_rows: bool
+) -> dict[str, object]:
+    """A row of `of`, with its number, as a row of `_FEATURES`.
+
+    Raises:
+        BadRowError: the row breaks a rule, and `skip_bad_rows` is false.
+        ValueError: chat data without a chat template, a template that cannot be trained on.
+    """
+    encoded: Mapping[str, object] = {"input_ids": [], "labels": [], "num_turns_dropped": 0, "num_tokens_cut": 0}
+    fault = ""
+    try:
+        conversation = conversation_of(row, of.shape, is_plain=encoder.is_plain)
+        if conversation is not None:
+            encoded = encoder.encode_conversation(conversation)
+    except UnstableTemplateError as error:
+        raise ValueError(f"Row {row[ROW_NUMBER]} of {of.description}: {error}") from error
+    except (BrokenRuleError, TemplateError) as error:
+        fault = f"row {row[ROW_NUMBER]}: {error}"
+        if not skip_bad_rows:
+            raise BadRowError(
+                f"Row {row[ROW_NUMBER]} of {of.description}: {error}. Mend the row, or drop and count such rows with"
+                " `--skip_bad_rows true`."
+            ) from error
+    labels = np.asarray(encoded["labels"], dtype=np.int64)
+    num_targets = int((labels != IGNORED).sum())
+    return {**encoded, "num_tokens": len(labels), "num_targets": num_targets, "fault": fault}
