@@ -1,6 +1,6 @@
 """Text from a causal language model: continuations of prompts, and answers in a conversation."""
 
-from .chat import Chat, answer
-from .continuation import generate_text
+from .chat import COMMANDS, Chat, answer, converse
+from .continuation import fitting_length, generate_text
 
-__all__ = ["Chat", "answer", "generate_text"]
+__all__ = ["COMMANDS", "Chat", "answer", "converse", "fitting_length", "generate_text"]

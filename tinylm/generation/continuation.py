@@ -125,6 +125,12 @@ def context_size(model: PreTrainedModel) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
+def fitting_length(model: PreTrainedModel, wanted: int) -> int:
+    """`wanted` new tokens, or half of the context where that is less."""
+    context = context_size(model)
+    return wanted if context is None else min(wanted, context // 2)
+
+
 def room_for_prompt(model: PreTrainedModel, max_new_tokens: int) -> int | None:
     """How many tokens a prompt may have beside `max_new_tokens` in the context; None for no limit.
 
