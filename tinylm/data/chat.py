@@ -35,6 +35,7 @@ _FEATURES = Features(
         "fault": Value("string"),  # of a bad row; the empty lines of a file have neither a fault nor tokens
     }
 )
+_COUNTED = ("num_tokens", "num_targets", "num_turns_dropped", "num_tokens_cut", "fault")
 _FAULTS_TOLD = 3
 
 
@@ -60,8 +61,9 @@ class ExampleCounts:
     def num_examples(self) -> int:
         return self.num_rows - self.num_bad - self.num_without_target
 
-    def add(self, num_tokens: int, num_targets: int, num_turns_dropped: int, num_tokens_cut: int, fault: str) -> bool:
-        """Counts a row, and says whether it is an example to train on."""
+    def add(self, row: Mapping[str, object]) -> bool:
+        """Counts what `encode_row` gave, and says whether it is an example to train on."""
+        num_tokens, num_targets, num_turns_dropped, num_tokens_cut, fault = (row[name] for name in _COUNTED)
         if not (num_tokens or fault):
             return False
         self.num_rows += 1
@@ -158,8 +160,7 @@ def encode_examples(chat_rows: ChatRows, encoder: ChatEncoder, *, skip_bad_rows:
         encoded = [encode({**row, ROW_NUMBER: number}) for number, row in enumerate(rows, start=1)]
         table = Table.from_list(encoded, features=_FEATURES)
     counts = ExampleCounts()
-    columns = (table[name] for name in _FEATURES if name not in ("input_ids", "labels"))
-    kept = [index for index, row in enumerate(zip(*columns, strict=True)) if counts.add(*row)]
+    kept = [index for index, row in enumerate(table.select_columns(list(_COUNTED))) if counts.add(row)]
     counts.check(encoder.max_length, chat_rows.description)
     logger.info("Examples: %s", counts.in_words(encoder.max_length))
     return Examples(table.select(kept), counts)
