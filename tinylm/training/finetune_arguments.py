@@ -33,7 +33,7 @@ class LoraArguments:
         default=None, metadata=_help("Go on with an adapter, which keeps its own rank, alpha and targets.")
     )
     lora_rank: int = field(default=8, metadata=_help("Rank of the adapter's matrices."))
-    lora_alpha: float = field(default=16.0, metadata=_help("The adapter is scaled by alpha / rank."))
+    lora_alpha: int = field(default=16, metadata=_help("The adapter is scaled by alpha / rank."))
     lora_dropout: float = field(default=0.05, metadata=_help("Dropout on what goes into the adapter."))
     target_modules: list[str] = field(
         default_factory=lambda: ["q_proj", "v_proj"],
