@@ -79,7 +79,7 @@ class Strides(IterableDataset):
             if self.divided_by_us:
                 yield from shard.read(worker.id, worker.num_workers)
             else:
-                yield from (row["text"] for row in shard.read.dataset)
+                yield from (row["text"] for row in shard.rows.dataset)
 
 
 def test_workers_get_the_rows_that_we_give_them_and_datasets_divides_nothing_again(files: Path) -> None:

@@ -1,7 +1,7 @@
 """What every source of text looks like to the rest of the kit: shards that yield documents in a fixed order.
 
-Rows are numbered as they lie in a shard; documents that are empty or only whitespace are dropped after numbering, so a
-row's number never depends on what its neighbours hold, and readers can share a shard by strides.
+Rows are numbered as they lie in a shard, those that hold no document too, so a row's number never depends on what its
+neighbours hold: readers can share a shard by strides, and a number of rows is a position to go on from.
 """
 
 import hashlib
@@ -17,12 +17,16 @@ from itertools import chain, islice
 class Shard:
     """One file, or one part of a dataset.
 
-    `read(start, step)` yields the documents of rows `start, start + step, ...`, always in the same order; skipped rows
-    are not cleaned or decoded where that can be avoided.
+    `rows(start, step)` yields one text for each of the rows `start, start + step, ...`, always the same: its document,
+    or "" if it holds none. Skipped rows are not cleaned or decoded where that can be avoided.
     """
 
     name: str
-    read: Callable[[int, int], Iterator[str]]
+    rows: Callable[[int, int], Iterator[str]]
+
+    def read(self, start: int, step: int) -> Iterator[str]:
+        """The documents of rows `start, start + step, ...`, in order."""
+        return filter(None, self.rows(start, step))
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,15 @@ def fingerprint(*parts: object) -> str:
 _empty_rows: ContextVar[list[int] | None] = ContextVar("empty_rows", default=None)
 
 
-def without_empty(rows: Iterable[str]) -> Iterator[str]:
-    """The documents among a shard's rows: those with more in them than whitespace."""
+def blanked(rows: Iterable[str]) -> Iterator[str]:
+    """A shard's rows, with "" for those in which there is nothing but whitespace: they are no documents."""
     for row in rows:
         if row.strip():
             yield row
-        elif (count := _empty_rows.get()) is not None:
+            continue
+        if (count := _empty_rows.get()) is not None:
             count[0] += 1
+        yield ""
 
 
 @contextmanager
@@ -85,8 +91,8 @@ def counting_empty_rows() -> Iterator[list[int]]:
 
 
 def from_texts(texts: tuple[str, ...], start: int, step: int) -> Iterator[str]:
-    """`Shard.read` of documents held in memory: `Shard(name, partial(from_texts, texts))`."""
-    return without_empty(texts[start::step])
+    """`Shard.rows` of documents held in memory: `Shard(name, partial(from_texts, texts))`."""
+    return blanked(texts[start::step])
 
 
 def _read_first(shards: tuple[Shard, ...], count: int, start: int, step: int) -> Iterator[str]:

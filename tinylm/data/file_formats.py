@@ -23,7 +23,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from tinylm.data.columns import check_column, strided_texts, text_of
-from tinylm.data.documents import without_empty
+from tinylm.data.documents import blanked
 from tinylm.data.mediawiki import pages
 from tinylm.data.text_streams import CHUNK, COMPRESSIONS, decoded, decoded_chunks, numbered_lines, open_bytes
 from tinylm.data.wikitext import clean
@@ -36,7 +36,7 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class FileReader:
-    """`Shard.read` of one file.
+    """`Shard.rows` of one file.
 
     Rows are: the lines of JSON lines, the records of CSV and parquet, the articles of a dump, the pieces of a text file
     between `document_separator` (without one, the whole file is one row).
@@ -47,9 +47,9 @@ class FileReader:
     document_separator: str | None = None
 
     def __call__(self, start: int, step: int) -> Iterator[str]:
-        """Documents of rows `start, start + step, ...`. Raises what `rows` raises."""
+        """The documents of rows `start, start + step, ...`, "" for a row that has none. Raises what `rows` raises."""
         prepared = clean if format_of(self.path) == ".xml" else str
-        return without_empty(map(prepared, self.rows(start, step)))
+        return blanked(map(prepared, self.rows(start, step)))
 
     def rows(self, start: int, step: int) -> Iterator[str]:
         """Rows as they lie in the file, empty ones too, and wikitext as it is.

@@ -1,8 +1,10 @@
 """A dataset of the Hugging Face Hub."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from time import sleep
 
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
@@ -10,12 +12,17 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 from tinylm.data.columns import check_column, strided_texts
-from tinylm.data.documents import Shard, Source, fingerprint, without_empty
+from tinylm.data.documents import Shard, Source, blanked, fingerprint
 
 SECONDS_TO_ANSWER = 10
 """How long the Hub may take to answer at all: `load_dataset` alone retries for half a minute on a dead network."""
 BATCH = 256
 """Rows that are taken from a stream at a time."""
+WAITS = (5, 15, 45, 135)
+"""Seconds before each new try of a row; `datasets` by itself retries for up to 100 s in each of them. Together that is
+below the half hour that the other ranks wait."""
+
+logger = logging.getLogger(__name__)
 
 _WITHOUT_NETWORK = (
     "Without network, train on the Wikipedia excerpt with `--config recipes/configs/pretrain_tlm/demo.yaml`, or on your"
@@ -79,24 +86,55 @@ def open_hub_dataset(name: str, config_name: str | None, split: str, text_column
 
 @dataclass(frozen=True)
 class HubShard:
-    """`Shard.read` of one shard of a streamed dataset."""
+    """`Shard.rows` of one shard of a streamed dataset."""
 
     dataset: IterableDataset
     index: int
     text_column: str
 
     def __call__(self, start: int, step: int) -> Iterator[str]:
-        """Documents of rows `start, start + step, ...`.
+        """The documents of rows `start, start + step, ...`, "" for a row that has none.
 
         Raises:
             ValueError: a row that is not text.
+            ConnectionError: what `patient` raises.
         """
+        return patient(self._rows, start, step, f"Shard {self.index} of the dataset")
+
+    def _rows(self, start: int, step: int) -> Iterator[str]:
         shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.index)
         tables = shard.select_columns([self.text_column]).with_format("arrow").iter(BATCH)
         arrays = (chunk for table in tables for chunk in table.column(0).chunks)
         where = f"Shard {self.index} of the dataset"
         texts = strided_texts(arrays, start, step, text_column=self.text_column, where=where)
-        return without_empty(texts)
+        return blanked(texts)
+
+
+def patient(rows: Callable[[int, int], Iterator[str]], start: int, step: int, where: str) -> Iterator[str]:
+    """`rows(start, step)`; after an error of the network it is opened again at the row that was to come next.
+
+    Raises:
+        ConnectionError: the same row has failed once more than there are `WAITS`.
+    """
+    waits = iter(WAITS)
+    while True:
+        try:
+            for text in rows(start, step):
+                start += step
+                waits = iter(WAITS)
+                yield text
+            return
+        except ValueError:  # the row itself is at fault
+            raise
+        except Exception as error:  # the classes depend on the HTTP library, which changes with huggingface_hub
+            seconds = next(waits, None)
+            if seconds is None:
+                raise ConnectionError(
+                    f"{where} cannot be read from row {start} on, in {len(WAITS) + 1} tries: {error}. Go on when the"
+                    " network is back."
+                ) from error
+            logger.warning("%s, row %d: %s. Trying again in %d s.", where, start, error, seconds)
+            sleep(seconds)
 
 
 def _check_hub_has(name: str, without_network: str) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,19 +33,19 @@ def open_sample() -> Source:
     dump = _dump_path()
     digest = hashlib.sha256(dump.read_bytes()).hexdigest()[:16]
     cached = _cache_folder() / f"sample-{digest}-{CLEANING_VERSION}.parquet"
-    read: Callable[[int, int], Iterator[str]] = FileReader(cached)
+    shard = Shard("sample", FileReader(cached))
     if not cached.exists():
-        texts = tuple(FileReader(dump)(0, 1))
+        texts = tuple(filter(None, FileReader(dump)(0, 1)))
         try:
             _write_atomically(pa.table({"text": texts}), cached)
         except OSError as error:
             logger.info("The cleaned sample is kept in memory: `%s` cannot be written (%s).", cached, error)
-            read = partial(from_texts, texts)
-    sizes = [len(text.encode()) for text in read(0, 1)]  # 30 ms
+            shard = Shard("sample", partial(from_texts, texts))
+    sizes = [len(text.encode()) for text in shard.read(0, 1)]  # 30 ms
     return Source(
         description=f"`sample`, {len(sizes)} articles of English Wikipedia, {sum(sizes) / 1e6:.2f} MB (CC BY-SA)",
         fingerprint=fingerprint("sample", digest, CLEANING_VERSION),
-        shards=(Shard("sample", read),),
+        shards=(shard,),
     )
 
 

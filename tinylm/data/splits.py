@@ -49,7 +49,7 @@ def _part(source: Source, *, held_out: bool) -> Source:
 
 
 def _read_part(shard: Shard, held_out: bool, start: int, step: int) -> Iterator[str]:
-    return (text for text in shard.read(start, step) if is_held_out(text) == held_out)
+    return (text if text and is_held_out(text) == held_out else "" for text in shard.rows(start, step))
 
 
 @lru_cache(maxsize=2)  # both parts ask, and reading the first documents of a dump or of the Hub takes about a second
