@@ -7,8 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .cost_model import PROJECTED_RANKS, Fit, project, relative_errors
-from .table import Circumstances, SizeRow, StepRow
+from tinylm.ddp.cost_model import PROJECTED_RANKS, Fit, project, relative_errors
+from tinylm.ddp.table import SizeRow, StepRow
 
 _MARKERS = "osD^vP"
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
@@ -25,16 +25,16 @@ def draw_step_times(rows: Sequence[StepRow], path: Path) -> None:
     for row in timed:
         if row.algorithm == "none":
             axes.axvline(row.median_ms, color="0.3", linestyle="--", linewidth=1)
-    axes.set(xlabel="ms an optimizer step (median; lines from the 10th to the 90th percentile)")
-    _save(figure, "One optimizer step", timed[0], path)
+    axes.set(xlabel="ms a step")
+    _save(figure, "One optimizer step: median, and 10th to 90th percentile", timed[0], path)
 
 
 def draw_exposed(rows: Sequence[StepRow], path: Path) -> None:
     """A bar a configuration: how much longer its step takes than the same step without exchange."""
     timed = [row for row in _timed(rows) if row.algorithm != "none"]
     figure, axes = _bars(timed, [row.exposed_ms for row in timed], None)
-    axes.set(xlabel="ms a step that the exchange adds (what backward does not hide)")
-    _save(figure, "Exposed communication", timed[0], path)
+    axes.set(xlabel="ms a step")
+    _save(figure, "Exposed communication: what the exchange adds to a step", timed[0], path)
 
 
 def draw_message_sizes(rows: Sequence[SizeRow], fits: dict[str, Fit], path: Path) -> None:
@@ -77,28 +77,26 @@ def draw_predictions(rows: Sequence[SizeRow], fits: dict[str, Fit], path: Path) 
 
 
 def draw_projection(
-    algorithms: Sequence[str], num_bytes: int, path: Path, *, latency_us: float, gbit: float, measured: Circumstances
+    algorithms: Sequence[str], sizes: Sequence[int], path: Path, *, latency_us: float, gbit: float, commit: str
 ) -> None:
-    """Seconds to sum `num_bytes` against the number of ranks, for links of the given figures."""
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for place, name in enumerate(algorithms):
-        seconds = [project(name, ranks, num_bytes, latency_us=latency_us, gbit=gbit) for ranks in PROJECTED_RANKS]
-        # Some lie on one another: thinner ones on top of thicker ones.
-        axes.plot(
-            PROJECTED_RANKS,
-            [1000 * second for second in seconds],
-            color=_COLORS[place],
-            marker=_MARKERS[place],
-            markersize=8 - place,
-            linewidth=4 - place / 2,
-            label=name,
-        )
-    _log_log(axes, xlabel="ranks", ylabel="ms (projected)")
-    axes.set_xticks(PROJECTED_RANKS, [f"{ranks:,}" for ranks in PROJECTED_RANKS])
-    axes.minorticks_off()
-    title = f"{num_bytes / 1e6:,.1f} MB over links of {latency_us:g} us and {gbit:g} Gbit/s, by the counts of the model"
-    axes.set_title(f"{title}\ncommit {measured.commit}", fontsize=9)
+    """Milliseconds to sum a tensor of each of `sizes` (bytes) against the number of ranks, over the links given."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
+    for axes, num_bytes in zip(panels, sizes, strict=True):
+        lines: dict[tuple[float, ...], list[str]] = {}
+        for name in algorithms:
+            times = [project(name, ranks, num_bytes, latency_us=latency_us, gbit=gbit) for ranks in PROJECTED_RANKS]
+            lines.setdefault(tuple(1000 * seconds for seconds in times), []).append(name)
+        for times, names in lines.items():
+            place = algorithms.index(names[0])
+            style = {"color": _COLORS[place], "marker": _MARKERS[place], "markersize": 4}
+            axes.plot(PROJECTED_RANKS, times, label=",\n".join(names), **style)
+        _log_log(axes, xlabel=f"ranks that sum {num_bytes:,} bytes", ylabel="ms (projected)")
+        axes.set_xticks(PROJECTED_RANKS, [f"{ranks:,}" for ranks in PROJECTED_RANKS], fontsize=8)
+        axes.minorticks_off()
+    figure.suptitle(
+        f"Projected: links of {latency_us:g} us and {gbit:g} Gbit/s, by the model's counts; commit {commit}", fontsize=9
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -114,6 +112,7 @@ def _bars(
     figure = Figure(figsize=(8, 1.6 + 0.32 * len(rows)), layout="constrained")
     axes = figure.subplots()
     names = [row.algorithm if row.mode == "none" else f"{row.algorithm}, {row.mode}" for row in rows]
+    names = [name.replace(" MB ", " MB\n").replace(" gradient", "\ngradient") for name in names]
     colors = [_mode_color(row) for row in rows]
     sides = None if spread is None else list(zip(*spread, strict=True))
     bars = axes.barh(range(len(rows)), values, xerr=sides, color=colors, ecolor="0.3", height=0.7)
@@ -141,8 +140,8 @@ def _log_log(axes: Axes, *, xlabel: str, ylabel: str) -> None:
 def _save(figure: Figure, title: str, row: StepRow | SizeRow, path: Path) -> None:
     ranks = f"{row.world_size} rank{'s' if row.world_size > 1 else ''} ({row.backend})"
     where = f"{row.hardware}; {ranks}, {row.threads} thread{'s' if row.threads > 1 else ''} each"
-    what = ""
+    what = f"commit {row.commit}, {row.run}"
     if isinstance(row, StepRow):
-        what = f"; {row.model}, batch {row.batch_size} x {row.sequence_length} a rank, {row.precision}"
-    figure.axes[0].set_title(f"{title}\n{where}{what}\ncommit {row.commit}, {row.run}", fontsize=9)
+        what = f"{row.model}, batch {row.batch_size} x {row.sequence_length} a rank, {row.precision}; {what}"
+    figure.suptitle(f"{title}\n{where}\n{what}", fontsize=9)
     figure.savefig(path, dpi=120)

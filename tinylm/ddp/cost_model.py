@@ -15,7 +15,7 @@ from itertools import combinations
 
 import numpy as np
 
-from .table import SizeRow
+from tinylm.ddp.table import SizeRow
 
 PROJECTED_RANKS = tuple(2**power for power in range(3, 13))  # 8 to 4,096
 

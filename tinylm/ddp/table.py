@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
-NOTHING_SENT = "nothing is exchanged"
 WRONG = "wrong"
 
 
@@ -32,8 +31,9 @@ class Circumstances:
 class StepRow(Circumstances):
     """The optimizer step of one configuration; times are milliseconds of the slowest rank.
 
-    `exposed_ms` is the median over the rounds of this step less the same step without exchange. `bytes`, `collectives`
-    and `messages` are what rank 0 sent in one step, as observed. A wrong configuration has no times.
+    `exposed_ms` is the median over the rounds of this step less the same step without exchange. `bytes` (None where the
+    backend hides them), `collectives` and `messages` are the busiest rank's in one step, as observed.
+    A configuration that is proven WRONG has no times.
     """
 
     model: str
@@ -50,10 +50,11 @@ class StepRow(Circumstances):
     p90_ms: float | None
     exposed_ms: float | None
     tokens_per_second: float | None
-    bytes: int
+    bytes: int | None
     collectives: int
     messages: int
-    proven: str  # "yes: ..." with the largest difference, or WRONG with the reason
+    proven: str  # yes, WRONG or "no exchange"
+    gradient_difference: float | None  # of the proof
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,9 @@ def read_rows(path: Path, row_type: type[AnyRow]) -> list[AnyRow]:
 
 
 def _value(kind: object, word: str) -> str | int | float | None:
-    if kind is str or kind is int:
-        return kind(word)
-    return float(word) if word else None
+    if not word and kind in (int | None, float | None):
+        return None
+    return {str: str, int | None: int, int: int}.get(kind, float)(word)
 
 
 def _beside(path: Path) -> Path:
