@@ -13,7 +13,7 @@ Shapes: B rows of a batch, T tokens of a row, n examples in it.
 import logging
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -134,6 +134,7 @@ class StreamedExamples(IterableDataset):
 
     Args:
         shuffle_window: examples that a reader holds back to shuffle; 0 keeps the order of the source.
+        is_read: which rows belong to this dataset, where others are held out; all if None.
 
     Raises:
         ValueError: `row_tokens` is less than the encoder's `max_length`.
@@ -150,6 +151,7 @@ class StreamedExamples(IterableDataset):
         world_size: int = 1,
         shuffle_window: int = 0,
         skip_bad_rows: bool = False,
+        is_read: Callable[[Mapping[str, object]], bool] | None = None,
     ) -> None:
         if row_tokens is not None and row_tokens < encoder.max_length:
             raise ValueError(
@@ -158,7 +160,7 @@ class StreamedExamples(IterableDataset):
             )
         self.chat_rows, self.encoder, self.row_tokens = chat_rows, encoder, row_tokens
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.shuffle_window, self.skip_bad_rows = shuffle_window, skip_bad_rows
+        self.shuffle_window, self.skip_bad_rows, self.is_read = shuffle_window, skip_bad_rows, is_read
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that outlive an epoch see it too
 
     @property
@@ -195,7 +197,8 @@ class StreamedExamples(IterableDataset):
                 dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)
             )
             for index, row in islice(enumerate(rows, start=1), start, None, step):
-                yield {**row, ROW_NUMBER: f"{index} of shard {shard}"}
+                if self.is_read is None or self.is_read(row):
+                    yield {**row, ROW_NUMBER: f"{index} of shard {shard}"}
 
     @staticmethod
     def _rows(examples: Iterator[dict[str, Tensor]], row_tokens: int) -> Iterator[dict[str, Tensor]]:
