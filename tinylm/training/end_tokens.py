@@ -1,7 +1,7 @@
 """Where an answer ends: one token for the chat template, the tokenizer, the configuration and generation.
 
-A model that is trained on answers learns to end them as the chat template does. It stops there only if the tokenizer and
-the generation config call that token an end; base models and their instruct versions often name different ones.
+A model that is trained on answers learns to end them as the chat template does. It stops there only if tokenizer and
+generation config call that token an end; base models and their instruct versions often name different ones.
 """
 
 import logging

@@ -59,11 +59,12 @@ class ChatArguments:
     eval_data_files: list[str] | None = field(
         default=None, metadata=_help("Local files that are held out; unset: one conversation in ten, by a hash of it.")
     )
-    shape: str | None = field(
+    data_shape: str | None = field(
         default=None,
         metadata=_help("messages, conversations, prompt_completion, instruction or text; unset: as the columns say."),
     )
     max_examples: int | None = field(default=None, metadata=_help("Use the first this many rows."))
+    max_eval_examples: int = field(default=500, metadata=_help("Held-out conversations at most."))
     streaming: bool = field(default=False, metadata=_help("Read the rows while training; needs --max_steps."))
     shuffle_window: int = field(default=1000, metadata=_help("Examples held back to shuffle a stream."))
     skip_bad_rows: bool = field(default=False, metadata=_help("Drop and count rows that are no conversation."))
