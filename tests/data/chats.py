@@ -31,3 +31,15 @@ def chat_tokenizer(template: str | None = CHATML, **specials: str) -> PreTrained
     tokenizer.chat_template = template
     tokenizer.name_or_path = "our/tokenizer"
     return tokenizer
+
+
+def question(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from datasets import Dataset, Features, IterableDataset, Value, disable_progress_bars, load_dataset
 from datasets.exceptions import DatasetsError
+from pyarrow import ArrowException
 
 from tinylm.data.chat_records import (
     JSON_LINE,
@@ -154,7 +155,7 @@ def _open_files(data_files: Sequence[str], streaming: bool) -> tuple[Dataset | I
                 "text", names, streaming, features=Features({JSON_LINE: Value("string")}), encoding="utf-8-sig"
             )
         columns = rows.column_names if JSON_LINE not in rows.column_names else _keys_of_first_lines(rows)
-    except (DatasetsError, UnicodeDecodeError, OSError, EOFError) as error:
+    except (DatasetsError, ArrowException, UnicodeDecodeError, OSError, EOFError) as error:
         cause = error.__cause__ or error
         raise ValueError(f"{title} cannot be read ({cause}). Mend the file, or fetch it again.") from error
     return rows, columns, title
