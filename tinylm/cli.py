@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -141,6 +142,7 @@ def _load(name: str, base_model: str | None, dtype: Dtype) -> "tuple[PreTrainedM
 
 def _quieten() -> None:
     """Standard output is for the answer: our log goes to standard error, and the libraries only say errors."""
+    os.environ["TQDM_DISABLE"] = "1"
     from transformers.utils import logging as library
 
     logging.basicConfig(format="%(message)s")
