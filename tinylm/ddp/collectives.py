@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SEGMENT_BYTES = (
-    1 << 20
-)  # what the ring sends at a time: long enough to hide the call, short enough to stay in the cache
+SEGMENT_BYTES = 2 << 20  # what a ring step sends at most: long enough to hide the call, short enough for the cache
 RINGS_IN_FLIGHT = 4  # rings at work at the same time: one adds up while the others travel
 
 # torch 2.13 renamed the two; the old names warn there.
@@ -55,9 +53,10 @@ def builtin(flat: Tensor) -> None:
 
 @_on_flat
 def reduce_broadcast(flat: Tensor) -> None:
-    """Sum at rank 0, then send the sum to all: two collectives, everything passes through one rank.
+    """Sum at rank 0, then send the sum to all: two collectives, and a rank that the others wait for.
 
-    Each of the two is a tree in the backend, about log2 n steps; n-1 messages each, S bytes at most a step and rank.
+    Gloo reduces as half a ring, whose parts rank 0 collects, and broadcasts along a tree of log2 n levels: rank 0 sends
+    (n-1)/n S + S log2 n bytes (rounded up), the others S, and S more for each rank that they pass the sum on to.
 
         0 [a] <-+- 1 [b]          0 [abcd] -+-> 1
                 +- 2 [c]    then            +-> 2

@@ -29,7 +29,7 @@ class _Terminated(BaseException):
 
 def announce_rank() -> None:
     """Tells the other ranks which process this is; once, after the group is joined."""
-    _get_default_store().set(f"tinylm/process/{dist.get_rank()}", f"{os.getpid()} {socket.gethostname()}")
+    _get_default_store().set(f"tinylm/process/{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def _published(cause: str) -> str:
 
 def _lives(rank: int) -> bool:
     """Whether the process of a rank runs; of another machine's rank it is not known, and True."""
-    pid, host = _get_default_store().get(f"tinylm/process/{rank}").decode().split(maxsplit=1)
+    host, pid = _get_default_store().get(f"tinylm/process/{rank}").decode().split()
     if host != socket.gethostname():
         return True
     try:
