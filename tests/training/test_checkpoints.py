@@ -1,14 +1,30 @@
 """Where a run may start, and what it may go on from."""
 
-import json
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from transformers import modeling_utils
 
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm.training import checkpoints
-from tinylm.training.checkpoints import check_saving, check_space, checkpoint_to_resume, find_fault
-from tinylm.training.run_record import write_status
+from tinylm.training.checkpoints import (
+    check_saving,
+    check_space,
+    checkpoint_to_resume,
+    complete,
+    find_fault,
+    place_for,
+    remove_older,
+)
+from tinylm.training.launch import RunStopped
+from tinylm.training.manifest import write_manifest
+from tinylm.training.run_record import read_status, write_status
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +87,7 @@ def test_auto_does_not_start_over_a_finished_run_without_checkpoints(tmp_path):
 def test_a_path_that_is_no_checkpoint_is_refused_with_the_reason(tmp_path, run_folder):
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         checkpoint_to_resume(str(tmp_path), str(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match=r"trainer_state.json is missing"):
+    with pytest.raises(FileNotFoundError, match=r"`manifest.json` is missing, so it was not completed"):
         checkpoint_to_resume(str(tmp_path), str(tmp_path))
     assert find_fault(run_folder / "checkpoint-4") is None
 
@@ -95,13 +111,132 @@ def test_saving_is_tried_before_the_first_step(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_resumed_run_equals_the_undisturbed_one(tmp_path, finished_run):
-    """Case S3 for data in memory: same weights, same logged losses, bit for bit."""
-    args = run_arguments(tmp_path / "resumed", save_strategy="steps", save_steps=2)
-    trainer = trainer_for(tiny_model(seed=1), UnevenRows(), args)
-    trainer.train(resume_from_checkpoint=str(finished_run / "checkpoint-2"))
-    state = json.loads((finished_run / "checkpoint-4" / "trainer_state.json").read_text())
-    expected = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-    assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == expected
-    mine = (tmp_path / "resumed" / "checkpoint-4" / "model.safetensors").read_bytes()
-    assert mine == (finished_run / "checkpoint-4" / "model.safetensors").read_bytes()
+def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(finished_run, tmp_path, caplog):
+    """One byte is changed in each file in turn."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run / "checkpoint-2", folder / "checkpoint-2")
+    shutil.copytree(finished_run / "checkpoint-4", folder / "checkpoint-4")
+    names = [path.name for path in (folder / "checkpoint-4").iterdir()]
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} < set(names)
+    for name in names:
+        path = folder / "checkpoint-4" / name
+        content = path.read_bytes()
+        path.write_bytes(
+            content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+        )
+        caplog.clear()
+        assert checkpoint_to_resume(str(folder), "auto") == str(folder / "checkpoint-2"), name
+        assert name in caplog.messages[0] or (name == "manifest.json" and "its sha256 is another" in caplog.messages[0])
+        path.write_bytes(content)
+    assert checkpoint_to_resume(str(folder), "auto") == str(folder / "checkpoint-4")
+
+
+def fails_at(function: Callable, call: int, error: type[Exception], *reason: object) -> Callable:
+    """`function`, but its n-th call raises."""
+    calls = itertools.count(1)
+
+    def fail(*args, **kwargs):
+        if next(calls) == call:
+            raise error(*reason)
+        return function(*args, **kwargs)
+
+    return fail
+
+
+FULL = (OSError, 28, "No space left on device")
+WRITES = {  # what is called, which of its calls in a run, and how it fails
+    "torch.save": (torch, "save", [1, 2, 3], (RuntimeError, "PytorchStreamWriter failed writing file")),
+    "safetensors": (modeling_utils, "safe_save_file", [1], (SafetensorError, "I/O error: No space left on device")),
+    "fsync": (os, "fsync", [1, 4, 10], FULL),
+    "mkdir": (Path, "mkdir", [1], (OSError, 30, "Read-only file system")),
+    "write_text": (Path, "write_text", [2, 3], FULL),
+    "rename": (Path, "rename", [1], (OSError, 13, "Permission denied")),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_says_why(what, tmp_path, monkeypatch):
+    place, name, calls, error = WRITES[what]
+    args = run_arguments(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=1)
+    trainer_for(tiny_model(), UnevenRows(), args).train()
+    shutil.rmtree(tmp_path / "checkpoint-4", ignore_errors=True)
+    trainer_for(
+        tiny_model(), UnevenRows(), run_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    ).train()
+    before = {path: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()}
+    for call in calls:
+        args = run_arguments(tmp_path, save_strategy="steps", save_steps=4, save_total_limit=1)
+        trainer = trainer_for(tiny_model(), UnevenRows(), args)
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, fails_at(getattr(place, name), call, *error))
+            with pytest.raises(
+                RunStopped, match=r"checkpoint-4` could not be written: .*--resume_from_checkpoint auto"
+            ):
+                trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-2"], f"call {call}"
+        assert before == {path: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()}
+        assert read_status(tmp_path)["status"] == "failed"
+
+
+def test_older_checkpoints_go_when_the_new_one_is_there(tmp_path):
+    for step in (3, 20, 100):
+        write_checkpoint(tmp_path / f"checkpoint-{step}", step)
+    (tmp_path / "checkpoint-7").mkdir()  # not complete: not ours to delete, and no reason to delete another
+    newest = tmp_path / "checkpoint-100"
+    remove_older(tmp_path, newest, None, limit=None)
+    remove_older(tmp_path, newest, None, limit=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{n}" for n in (100, 20, 3, 7)]
+    remove_older(tmp_path, newest, str(tmp_path / "checkpoint-3"), limit=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{n}" for n in (100, 3, 7)]
+    remove_older(tmp_path, newest, None, limit=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-7"]
+
+
+def write_checkpoint(folder: Path, step: int) -> None:
+    folder.mkdir()
+    (folder / "rng_state.pth").write_bytes(b"r")
+    write_manifest(folder, step)
+
+
+def test_what_a_kill_leaves_is_deleted_when_the_next_run_begins(tmp_path):
+    args = run_arguments(tmp_path, save_strategy="steps", save_steps=4)
+    (tmp_path / ".saving-checkpoint-2").mkdir()
+    (tmp_path / ".saving-checkpoint-2" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".old-checkpoint-1").mkdir()
+    (tmp_path / ".STATUS.being-written-77").write_text("")
+    trainer_for(tiny_model(), UnevenRows(), args).train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["STATUS", "checkpoint-4"]
+
+
+def test_a_checkpoint_takes_the_place_of_one_of_its_name(tmp_path):
+    checkpoint = tmp_path / "checkpoint-5"
+    write_checkpoint(checkpoint, 5)
+    beside = place_for(checkpoint)
+    (beside / "new").write_text("new")
+    complete(beside, checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+    assert [path.name for path in checkpoint.iterdir()] == ["new"]
+
+
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1, "max_steps": 8}
+    args = run_arguments(tmp_path, learning_rate=3.0, lr_scheduler_type="constant", **settings)
+    trainer = trainer_for(tiny_model(), UnevenRows(), args, eval_dataset=UnevenRows(4))
+    trainer.train()
+    scores = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = min(scores, key=scores.get)
+    assert best != 8, "a learning rate of 3 was to spoil the last steps"
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(scores[best], rel=1e-6)
+    assert trainer.evaluate()["eval_loss"] != pytest.approx(scores[8], rel=1e-3)
+
+
+def test_a_restart_by_the_launcher_goes_on_with_this_launch_and_no_other(run_folder, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    write_status(str(run_folder), "running", 4)
+    assert checkpoint_to_resume(str(run_folder), None) == str(run_folder / "checkpoint-4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(FileExistsError, match="holds another run"):
+        checkpoint_to_resume(str(run_folder), None)

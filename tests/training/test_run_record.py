@@ -55,6 +55,7 @@ def test_status_is_one_json_object(tmp_path):
         "status": "running",
         "step": 7,
         "how_to_go_on": "go on like this",
+        "launch": None,
     }
 
 

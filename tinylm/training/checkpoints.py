@@ -1,34 +1,59 @@
-"""A run's folder as a place to start in and to go on from; nothing in it is ever overwritten by another run."""
+"""A run's folder as a place to start in, to go on from and to save into; nothing of another run is overwritten.
+
+Choices:
+- A checkpoint is written under a name that starts with a dot, flushed, listed in a manifest and then renamed. So what
+  is called `checkpoint-N` was whole once, and a kill at any moment leaves the one before it as it was.
+- What a kill leaves behind (`.saving-*`, `.old-*`) is deleted when the next run begins in the folder.
+"""
 
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import load_peft_weights
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
+
+from .launch import decided_by_rank_zero, is_restarted, name_of_launch
+from .manifest import find_difference, flush
+from .run_record import read_status
 
 logger = logging.getLogger(__name__)
 
-# A checkpoint without these cannot be gone on with; the weights are checked on their own.
-_NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json")
+STATE_NAME = "trainer_state.json"
 
 
 def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) -> str | None:
-    """The checkpoint that a run in `output_dir` goes on from; None if it starts.
+    """The checkpoint that a run in `output_dir` goes on from; None if it starts. Rank 0 looks for all.
 
     Args:
-        resume_from_checkpoint: `auto` (the newest complete checkpoint if there is one), a path, or None.
+        resume_from_checkpoint: `auto` (the newest complete checkpoint if there is one), a path, or None. A launcher
+            that has restarted the ranks of this run means `auto`.
 
     Raises:
         FileExistsError: the folder holds a run and no leave was given to go on.
-        FileNotFoundError: the path given is not a complete checkpoint.
+        FileNotFoundError: the path given is not a complete checkpoint, or another rank does not see it.
     """
-    folder = Path(output_dir)
+    found = None
+    if int(os.environ.get("RANK", "0")) == 0:
+        found = _checkpoint_to_resume(Path(output_dir), resume_from_checkpoint)
+    found = decided_by_rank_zero(found)
+    if found is not None and not Path(found, STATE_NAME).is_file():
+        raise FileNotFoundError(
+            f"Rank 0 goes on from `{found}`, which this rank does not see. Set `--output_dir` to a folder that all"
+            " machines share."
+        )
+    return found
+
+
+def _checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | None) -> str | None:
+    if is_restarted() and read_status(folder).get("launch") == name_of_launch():
+        return latest_complete_checkpoint(folder)
     if resume_from_checkpoint not in (None, "auto"):
         fault = find_fault(Path(resume_from_checkpoint))
         if fault:
@@ -55,8 +80,7 @@ def is_done(checkpoint: str | None, run: TrainingArguments) -> bool:
 
 
 def _is_finished(folder: Path) -> bool:
-    path = folder / "STATUS"
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["status"] == "finished"
+    return read_status(folder).get("status") == "finished"
 
 
 def _refuse_another_run(folder: Path) -> None:
@@ -69,8 +93,7 @@ def _refuse_another_run(folder: Path) -> None:
 
 def latest_complete_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that a run can go on from; those that are not complete are named and passed over."""
-    numbered = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _number(path))]
-    for _, path in sorted(numbered, reverse=True):
+    for path in numbered_checkpoints(folder)[::-1]:
         fault = find_fault(path)
         if fault is None:
             return str(path)
@@ -78,52 +101,94 @@ def latest_complete_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def _number(path: Path) -> re.Match[str] | None:
-    return re.fullmatch(r"checkpoint-(\d+)", path.name)
+def numbered_checkpoints(folder: Path) -> list[Path]:
+    """All that is called `checkpoint-N`, by N."""
+    paths = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def find_fault(checkpoint: Path) -> str | None:
-    """Why a run cannot go on from `checkpoint`; None if it can."""
+    """Why a run cannot go on from `checkpoint`; None if it can. Reads every file of it."""
     if not checkpoint.is_dir():
         return "there is no such folder"
-    missing = [name for name in _NEEDED if not (checkpoint / name).is_file()]
-    if missing:
-        return f"{missing[0]} is missing"
-    weights = [checkpoint / name for name in _WEIGHTS if (checkpoint / name).is_file()]
-    if not weights:
-        return "the weights are missing"
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        for path in weights:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt"):  # reads the header and checks the file's length against it
-                    pass
-    except (ValueError, SafetensorError) as error:
-        return f"it is damaged ({error})"
+    fault = find_difference(checkpoint, read_contents=True)
+    if fault:
+        return fault
+    if not any(checkpoint.glob("rng_state*.pth")):
+        return "it holds the model alone (`save_only_model`)"
     return None
 
 
+def place_for(checkpoint: Path) -> Path:
+    """An empty folder beside `checkpoint`, to be filled and then given its name by `complete`."""
+    beside = checkpoint.with_name(f".saving-{checkpoint.name}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
+
+
+def complete(beside: Path, checkpoint: Path) -> None:
+    """Gives the filled folder its name, in the place of what had it."""
+    old = checkpoint.with_name(f".old-{checkpoint.name}")
+    if checkpoint.exists():
+        checkpoint.rename(old)
+    beside.rename(checkpoint)
+    flush(checkpoint.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_older(folder: Path, newest: Path, best: str | None, limit: int | None) -> None:
+    """Leaves `limit` complete checkpoints, `newest` and `best` among them; None leaves all."""
+    if not limit:
+        return
+    kept = {newest} | ({Path(best)} if best else set())
+    others = [path for path in numbered_checkpoints(folder) if path not in kept]
+    others = [path for path in others if find_difference(path, read_contents=False) is None]
+    for path in others[: max(0, len(others) + len(kept) - limit)]:
+        _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint; at no moment does half of one have its name."""
+    old = checkpoint.with_name(f".old-{checkpoint.name}")
+    checkpoint.rename(old)
+    shutil.rmtree(old)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what an earlier run in this folder was writing or deleting when it was killed."""
+    for path in [*folder.glob(".saving-*"), *folder.glob(".old-*"), *folder.glob(".*.being-written-*")]:
+        logger.info("Deleting `%s`, which an interrupted run has left.", path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def check_space(output_dir: str, config: PreTrainedConfig) -> None:
-    """Refuses a run whose model, with one checkpoint (weights and AdamW's two moments, fp32), does not fit the disk.
+    """`check_room` for a model of `config` that is trained whole."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_room(output_dir, sum(weight.numel() for weight in model.parameters()))
+
+
+def check_room(output_dir: str, num_trained: int) -> None:
+    """Refuses a run whose `num_trained` weights do not fit the disk: saved, and once more in a checkpoint, with AdamW's
+    two moments, all in fp32.
 
     Raises:
         OSError: too little space; both numbers are named.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    needed = 4 * 4 * sum(weight.numel() for weight in model.parameters())
+    needed = 4 * 4 * num_trained
     folder = Path(output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
-            f"A run keeps its model and at least one checkpoint, {needed / 1e6:,.0f} MB; `{output_dir}` has"
+            f"A run keeps what it trains and at least one checkpoint, {needed / 1e6:,.0f} MB; `{output_dir}` has"
             f" {free / 1e6:,.0f} MB of space left. Free some, or set `--output_dir`."
         )
 
 
-def check_saving(model: PreTrainedModel, output_dir: str) -> None:
+def check_saving(model: PreTrainedModel | PeftModel, output_dir: str) -> None:
     """Saves the fresh model beside the run and loads it again, so that no training is lost to a fault in saving.
 
     Raises:
@@ -133,8 +198,14 @@ def check_saving(model: PreTrainedModel, output_dir: str) -> None:
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir, prefix=".saving-") as folder:
         model.save_pretrained(folder)
-        again = type(model).from_pretrained(folder, dtype=next(model.parameters()).dtype)
-        mine, theirs = model.state_dict(), again.state_dict()
+        if isinstance(model, PeftModel):
+            mine, theirs = (
+                get_peft_model_state_dict(model, save_embedding_layers=False),
+                load_peft_weights(folder, "cpu"),
+            )
+        else:
+            again = type(model).from_pretrained(folder, dtype=next(model.parameters()).dtype)
+            mine, theirs = model.state_dict(), again.state_dict()
         lost = [name for name in mine if name not in theirs or not torch.equal(mine[name].cpu(), theirs[name].cpu())]
         if lost:
             raise ValueError(f"Saving and loading changes the model: `{lost[0]}` and {len(lost) - 1} more differ.")

@@ -129,6 +129,17 @@ def _take_threads(num_threads: int | None) -> int:
     return threads
 
 
+def is_restarted() -> bool:
+    """Whether torchrun, or `accelerate launch --max_restarts`, has started the ranks again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def name_of_launch() -> str | None:
+    """The same before and after a restart of the ranks; None where nothing restarts them."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if run is None else f"{run}:{os.getppid()}"
+
+
 @contextmanager
 def rank_zero_first(name: str) -> Iterator[bool]:
     """Rank 0 runs the block (and gets True) before the others enter it, however long it takes.
@@ -156,6 +167,24 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     sums = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(sums)
     return sums.tolist()
+
+
+def gather_over_ranks(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's `values` (float64, equally many), in the order of the ranks; every rank has to call it."""
+    if not dist.is_initialized():
+        return [list(values)]
+    width, mine, world_size = len(values), dist.get_rank(), dist.get_world_size()
+    flat = sum_over_ranks([0.0] * width * mine + list(values) + [0.0] * width * (world_size - mine - 1))
+    return [flat[rank * width : (rank + 1) * width] for rank in range(world_size)]
+
+
+def decided_by_rank_zero(value: str | None) -> str | None:
+    """What rank 0 passed, on every rank; every rank has to call it."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def show_progress_of_rank_zero() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .launch import Launch
+from .launch import Launch, name_of_launch
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "sentencepiece", "numpy")
 _SECRET = re.compile(r"(token|key|secret|password)", re.IGNORECASE)
@@ -22,9 +22,12 @@ _TOKEN = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_)[\w-]{8,}")
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes `text` beside `path` and renames it: a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    beside = path.with_name(f".{path.name}.being-written-{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def redact(words: Sequence[str]) -> list[str]:
@@ -48,12 +51,22 @@ def redact(words: Sequence[str]) -> list[str]:
 
 
 def write_run_json(
-    output_dir: str, launch: Launch, *, precision: str, seed: int, data_source: str, parameters: dict[str, int]
+    output_dir: str,
+    launch: Launch,
+    *,
+    precision: str,
+    seed: int,
+    data_source: str,
+    parameters: dict[str, int],
+    training: dict[str, float | int | str],
+    base_model: dict[str, str] | None = None,
 ) -> None:
     """`run.json`: what somebody needs to make this run again, and to believe its numbers.
 
     Args:
         parameters: counts, such as `{"total": 19831296, "trainable": 19831296}`.
+        training: settings of the optimizer.
+        base_model: of fine-tuning: where it lies, `base_model`, and what it is called, `base_model_id`.
     """
     record = {
         "command": redact(sys.argv),
@@ -65,6 +78,8 @@ def write_run_json(
         "seed": seed,
         "data_source": data_source,
         "parameters": parameters,
+        "training": training,
+        **(base_model or {}),
     }
     del record["rank"]
     write_atomically(Path(output_dir, "run.json"), json.dumps(record, indent=2) + "\n")
@@ -72,8 +87,14 @@ def write_run_json(
 
 def write_status(output_dir: str, status: str, step: int, how_to_go_on: str = "") -> None:
     """`STATUS`: one JSON object; `status` is running, interrupted, finished or failed."""
-    record = {"status": status, "step": step, "how_to_go_on": how_to_go_on}
+    record = {"status": status, "step": step, "how_to_go_on": how_to_go_on, "launch": name_of_launch()}
     write_atomically(Path(output_dir, "STATUS"), json.dumps(record) + "\n")
+
+
+def read_status(folder: Path) -> dict[str, str | int | None]:
+    """What `STATUS` says; empty if there is none."""
+    path = folder / "STATUS"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def current_commit() -> str | None:

@@ -6,12 +6,13 @@ What differs from the stock Trainer, and why:
 - a loss or gradient that is not finite is shown, its step skipped and counted; several in a row end the run;
 - every rank reads its own shards of a stream, and all ranks stop together (stock: rank 0 reads for everybody);
 - validation is scored by targets, not by batches (stock: a mean of batch means);
-- tokens are counted over all ranks: read, not padding, trained on.
+- tokens are counted over all ranks: read, not padding, trained on;
+- the head runs on targets only (`targets.py`).
 """
 
-import json
 import logging
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -21,7 +22,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, seed_worker
 
@@ -31,87 +32,37 @@ from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
 from .callbacks import HOW_TO_GO_ON, AuditFiles, ProgressLine, StatusFile
-from .launch import RunStopped, sum_over_ranks
+from .launch import RunStopped
+from .loss_meter import LossMeter
 from .record_audit import RecordAudit
-from .run_record import write_atomically, write_status
+from .resumable import PassedOver, ResumableTrainer
+from .run_record import write_status
 from .stream_loader import StreamLoader
+from .targets import TargetsOnly
 from .trackers import prepare_trackers
 
 logger = logging.getLogger(__name__)
 
 
-PROGRESS_NAME = "progress.json"
-"""In each checkpoint: the order of the data and the tokens so far."""
-
 _ENGINES = {DistributedType.NO: "none", DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "deepspeed"}
 
 
-class LossMeter:
-    """Sums of nats and counts of tokens of this rank since the last `reduce`, and over all ranks since the start."""
-
-    COUNTS = ("num_tokens_read", "num_tokens_not_padding", "num_tokens_trained")
-
-    def __init__(self, device: torch.device) -> None:
-        # MPS has no float64; the sum of one logging window fits float32 there.
-        self.nats = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self.window = dict.fromkeys(self.COUNTS, 0)
-        self.total = dict.fromkeys(self.COUNTS, 0)
-        self.total_nats, self.total_targets = 0.0, 0.0
-
-    def add(self, nats: Tensor, inputs: dict[str, Tensor]) -> None:
-        """One micro-batch: its sum of nats (scalar tensor) and its `input_ids`, `labels` [B, T], `attention_mask`."""
-        self.nats += nats.to(self.nats.dtype)
-        self.window["num_tokens_read"] += inputs["input_ids"].numel()
-        mask = inputs.get("attention_mask")
-        self.window["num_tokens_not_padding"] += inputs["input_ids"].numel() if mask is None else int(mask.sum())
-        self.window["num_tokens_trained"] += count_targets(inputs)
-
-    def reduce(self) -> dict[str, float]:
-        """The window's loss over all ranks and the totals so far; starts a new window. Every rank has to call it."""
-        nats, *counts = sum_over_ranks([self.nats.item(), *self.window.values()])
-        self.total_nats += nats
-        self.total_targets += counts[-1]
-        for name, count in zip(self.COUNTS, counts, strict=True):
-            self.total[name] += int(count)
-        self.nats.zero_()
-        self.window = dict.fromkeys(self.COUNTS, 0)
-        return {"loss": nats / counts[-1] if counts[-1] else float("nan"), **self.total}
-
-    @property
-    def mean(self) -> float:
-        """Nats a target over all that was reduced in this process."""
-        return self.total_nats / self.total_targets if self.total_targets else float("nan")
-
-    def counts(self) -> dict[str, int]:
-        """All tokens so far over all ranks, the present window's included. Every rank has to call it."""
-        window = sum_over_ranks(list(self.window.values()))
-        return {name: self.total[name] + int(count) for name, count in zip(self.COUNTS, window, strict=True)}
-
-
-def count_targets(inputs: dict[str, Tensor]) -> int:
-    """Real targets of a batch: labels that are not -100, the first position of each row (which is never one) aside."""
-    if "shift_labels" in inputs:
-        return int(inputs["shift_labels"].ne(-100).sum())
-    return int(inputs["labels"][:, 1:].ne(-100).sum())
-
-
-class LanguageModelTrainer(Trainer):
-    """`Trainer` for causal language models; takes `RunArguments` and the datasets of `tinylm.data`."""
+class LanguageModelTrainer(ResumableTrainer):
+    """The Trainer for causal language models; takes `RunArguments` and the datasets of `tinylm.data`."""
 
     args: RunArguments
 
     def __init__(self, *, args: RunArguments, **kwargs) -> None:
         prepare_trackers(args.report_to, args.output_dir)
         self._use_cache = getattr(kwargs["model"].config, "use_cache", None)  # the Trainer turns it off for training
+        self.meter = LossMeter(args.device)
         super().__init__(args=args, **kwargs)
         self.remove_callback(PrinterCallback)
-        self.meter = LossMeter(self.args.device)
         self.add_callback(ProgressLine(lambda: self.meter.total))
         self.add_callback(StatusFile)
         self._loss_shifts_labels = True  # causal models do, also those whose class says nothing of its loss
-        self.num_bad_steps = 0  # in all
-        self._bad_steps_in_a_row = 0
         self.record_audit: RecordAudit | None = None
+        self.targets_only = TargetsOnly(self.model, args, has_whole_weights=self.engine in ("none", "ddp"))
 
     @property
     def engine(self) -> str:
@@ -136,6 +87,7 @@ class LanguageModelTrainer(Trainer):
             return StreamLoader(loader, args.gradient_accumulation_steps, windows_done=lambda: self.state.global_step)
         batches = GlobalBatches(
             len(self.train_dataset),
+            start_step=self.steps_done,
             per_rank_batch_size=self._train_batch_size,
             accumulation_steps=args.gradient_accumulation_steps,
             rank=args.process_index,
@@ -146,7 +98,7 @@ class LanguageModelTrainer(Trainer):
         if args.record_audit:
             dataset = self._audited(dataset, batches)
             settings["collate_fn"] = CollateNumbered(self.data_collator)
-        return OrderedLoader(dataset, batch_sampler=batches, **settings)
+        return OrderedLoader(dataset, batch_sampler=PassedOver(batches) if self.steps_done else batches, **settings)
 
     def _audited(self, dataset: Dataset, batches: GlobalBatches) -> Dataset:
         """The dataset with numbers for its examples, and the audit that notes them and their records."""
@@ -157,15 +109,14 @@ class LanguageModelTrainer(Trainer):
         return NumberedExamples(dataset)
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
-        if resume_from_checkpoint:
-            self.go_on_from(resume_from_checkpoint)
-            logger.info("Going on from %s", resume_from_checkpoint)
         try:
-            return super().train(resume_from_checkpoint, **kwargs)
+            with self.targets_only.while_training():
+                return super().train(resume_from_checkpoint, **kwargs)
         except BaseException as error:
             if self.is_world_process_zero():
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
+                with suppress(OSError):  # the disk may be what failed
+                    write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
             raise
 
     def _prepare_for_training(self, *args, **kwargs) -> tuple[nn.Module, DataLoader | StreamLoader]:
@@ -184,22 +135,32 @@ class LanguageModelTrainer(Trainer):
         self.meter.add(loss * num_items_in_batch / self.accelerator.num_processes, inputs)
         return loss
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ):
+        with self.targets_only.batch(inputs) as inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None):
         """Called once a step, after the gradients are the same on all ranks: all ranks judge them alike."""
         norm = super()._get_grad_norm(model, grad_norm)
         scaler = self.accelerator.scaler
         if torch.isfinite(torch.as_tensor(norm)) or (scaler is not None and scaler.get_scale() >= 1):
-            self._bad_steps_in_a_row = 0  # an overflow under a large fp16 scale is how the scale is found
+            self.bad_steps_in_a_row = 0  # an overflow under a large fp16 scale is how the scale is found
             return norm
         self.num_bad_steps += 1
-        self._bad_steps_in_a_row += 1
+        self.bad_steps_in_a_row += 1
         step = self.state.global_step + 1
         logger.warning("Step %d: the gradient is not finite; the weights stay as they are.", step)
         if scaler is None:
             self.optimizer.zero_grad(set_to_none=True)  # AdamW leaves weights without a gradient alone
-        if self._bad_steps_in_a_row >= self.args.max_bad_steps:
+        if self.bad_steps_in_a_row >= self.args.max_bad_steps:
             raise RunStopped(
-                f"Loss or gradient were not finite in {self._bad_steps_in_a_row} steps in a row, the last one step"
+                f"Loss or gradient were not finite in {self.bad_steps_in_a_row} steps in a row, the last one step"
                 f" {step}. No weight was changed by them. Lower `--learning_rate`, or look at the data of these steps;"
                 " the last checkpoint is still good."
             )
@@ -215,7 +176,7 @@ class LanguageModelTrainer(Trainer):
             logs["train_loss"] = self.meter.mean
         super().log(logs, start_time)
 
-    def _order(self) -> dict[str, int | None]:
+    def order_of_data(self) -> dict[str, int | None]:
         """What decides which examples a step sees. Streams are read by ranks x workers, each in batches of its own."""
         args, is_stream = self.args, isinstance(self.train_dataset, IterableDataset)
         return {
@@ -226,32 +187,9 @@ class LanguageModelTrainer(Trainer):
             "accumulation_steps": args.gradient_accumulation_steps if is_stream else None,
         }
 
-    def go_on_from(self, checkpoint: str) -> None:
-        """Takes the token counts over, and refuses an order of the data that would repeat or skip rows in silence."""
-        path = Path(checkpoint, PROGRESS_NAME)
-        if not path.is_file():
-            logger.warning("`%s` is missing: whether the data is in the same order cannot be checked.", path)
-            return
-        progress, order = json.loads(path.read_text(encoding="utf-8")), self._order()
-        for name, before in progress["order"].items():
-            if order[name] != before:
-                raise ValueError(
-                    f"A run goes on with the order of data that it began with, or rows are repeated and skipped: its"
-                    f" {name.replace('_', ' ')} was {before} and is {order[name]} now. With another number of ranks,"
-                    " choose `--per_device_train_batch_size` and `--gradient_accumulation_steps` so that their product"
-                    " with it stays; a stream needs the same ranks and workers."
-                )
-        self.meter.total = progress["tokens"]
-
-    def _save_checkpoint(self, *args, **kwargs) -> None:
-        progress = {"order": self._order(), "tokens": self.meter.counts()}
+    def save_rank_state(self, folder: Path) -> None:
         if self.record_audit is not None:
-            self.record_audit.close_part()
-            self.accelerator.wait_for_everyone()  # no checkpoint is there before all parts of its steps are
-        super()._save_checkpoint(*args, **kwargs)
-        if self.args.should_save:
-            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-            write_atomically(folder / PROGRESS_NAME, json.dumps(progress) + "\n")
+            self.record_audit.close_part()  # no checkpoint is there before all parts of its steps are
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As in the Trainer, with `use_cache` as the model came, or generation from the saved model would be slow, and
