@@ -14,7 +14,8 @@ CHATML = (
 # Shows an answer's thoughts only as long as it is the last message, as reasoning models' templates do.
 THINKING = CHATML.replace(
     "{{ message.content }}",
-    "{{ message.content if loop.last else message.content.split('</think>')[-1].lstrip() }}",
+    "{{ message.content if loop.last or message.role != 'assistant' else"
+    " message.content.split('</think>')[-1].lstrip() }}",
 )
 
 
