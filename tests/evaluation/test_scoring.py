@@ -223,8 +223,8 @@ def test_rows_without_bytes_have_no_bits_per_byte_and_only_their_labels_count() 
     model = tiny_llama()
     result = score(model, [row, row], batch_size=2, device=CPU)
     nats, count = nats_by_hand(model, {name: torch.tensor(column) for name, column in row.items()})
-    assert result.keys() == {"nats_per_token", "perplexity", "num_tokens"}
-    assert (result["num_tokens"], count) == (4, 2)
+    assert result.keys() == {"nats_per_token", "perplexity", "num_tokens", "num_documents"}
+    assert (result["num_tokens"], result["num_documents"], count) == (4, 2, 2)
     assert result["nats_per_token"] == pytest.approx(nats / 2, rel=1e-5)
 
 

@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tinylm.data.encoding import encode, scoring_start_id
 from tinylm.evaluation.metrics import BitsPerByte, NatsPerToken, Perplexity
+from tinylm.evaluation.targets import IGNORED, takes_target_places, target_places
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # the label of a position that is no target, as everywhere in PyTorch and transformers
 _BATCHES_SORTED_AT_ONCE = 64
 _SLICE_ELEMENTS = 2**24  # logits that the cross-entropy holds in fp32 at a time: 64 MiB
 
@@ -165,13 +165,15 @@ def score(
     collate: Callable[[Sequence[Row]], dict[str, Tensor]] = pad_rows,
     autocast: torch.dtype | None = None,
 ) -> dict[str, float | int]:
-    """`nats_per_token`, `perplexity` and `num_tokens` of the model on the rows; with `ScoringRows` also
-    `bits_per_byte`, `num_bytes` and `num_documents`.
+    """`nats_per_token`, `perplexity`, `num_tokens` (targets) and `num_documents` of the model on the rows; with
+    `ScoringRows` also `bits_per_byte` and `num_bytes`. Of other rows each is a document: an example of a conversation,
+    say, with labels at its answers only. What training calls the loss is the same number.
 
     The same on every rank and, rounding of the logits aside, for every batch size and number of ranks: row i belongs to
     rank i % world_size, and the sums are added over the ranks (`world_size > 1` needs an initialised group). Every rank
-    runs equally many forwards, so that a sharded model is safe; memory is that of one batch's logits `[B, T, V]`. A nat
-    that is not finite makes the result so, and is counted in a warning. The modes of all modules are put back.
+    runs equally many forwards, so that a sharded model is safe; memory is that of one batch's logits, `[N, V]` if the
+    model gives only those asked for, else `[B, T, V]`. A nat that is not finite makes the result so, and is counted in
+    a warning. The modes of all modules are put back.
 
     Args:
         batch_size: rows of one forward.
@@ -184,14 +186,20 @@ def score(
     """
     sums = torch.zeros(3, dtype=torch.float64)  # nats, targets, targets whose nats are not finite
     autocasting = torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
+    at_targets = takes_target_places(model)
     with evaluation_mode(model), torch.no_grad(), autocasting:
         for taken, counts in _batches(rows, batch_size, rank, world_size):
             batch = {name: column.to(device) for name, column in collate(taken).items()}
             labels = batch.pop("labels")
             batch.pop("record_ids", None)  # of records that are scored as they are trained on
             labels = labels if counts else torch.full_like(labels, IGNORED)
+            places, targets = target_places(labels)
             # The logits get no name: one would keep them until the next batch's are there too.
-            nats = target_nats(model(**batch, use_cache=False).logits, labels).cpu().double()
+            if at_targets:
+                nats = target_nats(model(**batch, use_cache=False, logits_to_keep=places).logits, targets)
+            else:
+                nats = target_nats(model(**batch, use_cache=False).logits, targets, places)
+            nats = nats.cpu().double()
             sums += torch.tensor([nats.sum(), nats.numel(), (~nats.isfinite()).sum()], dtype=torch.float64)
     if world_size > 1:
         shared = sums.to(device)
@@ -208,25 +216,26 @@ def _scores(nats: float, num_tokens: int, rows: LabelledRows) -> dict[str, float
         raise ValueError(f"None of the {len(rows)} rows has a target to score. Give rows with labels other than -100.")
     counted = {"nats": [nats], "num_tokens": [num_tokens]}
     result = {**NatsPerToken().compute(**counted), **Perplexity().compute(**counted), "num_tokens": num_tokens}
-    if isinstance(rows, ScoringRows):
-        assert num_tokens == rows.num_tokens
-        result |= BitsPerByte().compute(nats=[nats], num_bytes=[rows.num_bytes])
-        result |= {"num_bytes": rows.num_bytes, "num_documents": rows.num_documents}
-    return result
+    if not isinstance(rows, ScoringRows):
+        return {**result, "num_documents": len(rows)}
+    assert num_tokens == rows.num_tokens
+    result |= BitsPerByte().compute(nats=[nats], num_bytes=[rows.num_bytes])
+    return {**result, "num_bytes": rows.num_bytes, "num_documents": rows.num_documents}
 
 
-def target_nats(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihoods `[N]`, fp32, of the targets that `labels` `[B, T]` holds from its second column on.
+def target_nats(logits: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
+    """Negative log-likelihoods `[N]`, fp32, of `targets` `[N]`.
 
-    `logits` is `[B, T, V]`; it is taken to fp32 in slices and at targets only, so that a large vocabulary costs little.
+    `logits` `[..., N, V]` are those of the targets, or, with `places` as of `target_places`, `[B, T, V]` those of all
+    positions. They are taken to fp32 in slices, so that a large vocabulary costs little.
     """
-    targets = labels[:, 1:]
-    places = (targets != IGNORED).nonzero()
-    slices = places.split(max(1, _SLICE_ELEMENTS // logits.shape[-1]))
-    indices = [place.unbind(1) for place in slices]
-    return torch.cat(
-        [functional.cross_entropy(logits[b, t].float(), targets[b, t], reduction="none") for b, t in indices]
-    )
+    flat = logits.flatten(0, -2)
+    rows = torch.arange(len(flat), device=flat.device)
+    if places is not None:
+        rows = places.flatten().nonzero()[:, 0] if places.dtype == torch.bool else places
+    slices = max(1, _SLICE_ELEMENTS // flat.shape[-1])
+    parts = zip(rows.split(slices), targets.split(slices), strict=True)
+    return torch.cat([functional.cross_entropy(flat[row].float(), target, reduction="none") for row, target in parts])
 
 
 def _batches(rows: LabelledRows, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[list[Row], bool]]:
