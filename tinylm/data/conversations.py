@@ -30,7 +30,7 @@ from tinylm.data.chat_records import (
     parsed,
 )
 from tinylm.data.file_formats import format_of
-from tinylm.data.hub import load_from_hub, title_of
+from tinylm.data.hub import BATCH, load_from_hub, title_of
 from tinylm.data.local_files import matching_files
 from tinylm.data.text_streams import open_bytes
 
@@ -107,7 +107,7 @@ def open_rows(
         )
     chosen = _shape(columns, shape, title)
     if max_examples is not None:
-        rows = rows.take(max_examples)
+        rows = _first_of_stream(rows, max_examples) if streaming else rows.take(max_examples)
     if isinstance(rows, Dataset):
         rows = rows.remove_columns([name for name in rows.column_names if name == ROW_NUMBER])
         rows = rows.add_column(ROW_NUMBER, range(1, len(rows) + 1))
@@ -163,6 +163,21 @@ def _open_files(data_files: Sequence[str], streaming: bool) -> tuple[Dataset | I
 
 def _load(builder: str, names: list[str], streaming: bool, **settings: object) -> Dataset | IterableDataset:
     return load_dataset(builder, data_files=names, split="train", streaming=streaming, **settings)
+
+
+def _first_of_stream(rows: IterableDataset, count: int) -> IterableDataset:
+    """The first rows as one shard: `take` alone gives other rows when shards are read one by one."""
+    return IterableDataset.from_generator(_read_first, gen_kwargs={"rows": rows, "count": count})
+
+
+def _read_first(rows: IterableDataset, count: int) -> Iterator[dict[str, object]]:
+    return one_by_one(rows.take(count))
+
+
+def one_by_one(rows: IterableDataset) -> Iterator[dict[str, object]]:
+    """The rows as they are, also in a DataLoader worker: `iter(rows)` would give each worker a part of them."""
+    for batch in rows.iter(BATCH):
+        yield from (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
 
 
 def _keys_of_first_lines(rows: Dataset | IterableDataset) -> list[str]:

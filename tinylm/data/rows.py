@@ -25,8 +25,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from tinylm.data.chat import ExampleCounts, Examples, encode_row
 from tinylm.data.chat_encoder import IGNORED, ChatEncoder
 from tinylm.data.collators import PadRecords
-from tinylm.data.conversations import ROW_NUMBER, ChatRows
-from tinylm.data.hub import BATCH
+from tinylm.data.conversations import ROW_NUMBER, ChatRows, one_by_one
 from tinylm.data.order import assign_shards, shuffled
 
 logger = logging.getLogger(__name__)
@@ -191,11 +190,7 @@ class StreamedExamples(IterableDataset):
         stream = self.chat_rows.rows
         turn = (number + self.epoch) % num_readers  # shards differ in length: no reader keeps the same ones
         for shard, start, step in assign_shards(stream.num_shards, turn, num_readers):
-            # By batches: one by one, `datasets` would divide a worker's rows among the workers a second time.
-            batches = stream.shard(num_shards=stream.num_shards, index=shard).iter(BATCH)
-            rows = (
-                dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)
-            )
+            rows = one_by_one(stream.shard(num_shards=stream.num_shards, index=shard))
             for index, row in islice(enumerate(rows, start=1), start, None, step):
                 if self.is_read is None or self.is_read(row):
                     yield {**row, ROW_NUMBER: f"{index} of shard {shard}"}
