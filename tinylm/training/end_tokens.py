@@ -45,6 +45,7 @@ def align_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_id)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = end_id
     model.generation_config.eos_token_id = [end_id, *sorted(known - {end_id})] if known - {end_id} else end_id
 

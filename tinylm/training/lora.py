@@ -9,6 +9,7 @@ Choices:
 
 import json
 import logging
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,6 +31,11 @@ _FROZEN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Adapter(PeftModelForCausalLM):
     """An adapter on its base model; saves itself without asking the Hub, and without a card of PEFT's."""
+
+    def __init__(self, model: PreTrainedModel, settings: LoraConfig) -> None:
+        with warnings.catch_warnings():  # PEFT asks for an attribute that transformers is about to rename
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(model, settings)
 
     def save_pretrained(self, save_directory: str, is_main_process: bool = True, **kwargs) -> None:
         """The adapter, its configuration, and how the base model generates."""

@@ -16,10 +16,19 @@ from .trainer import LanguageModelTrainer
 logger = logging.getLogger(__name__)
 
 
-def begin_run(trainer: LanguageModelTrainer, launch: Launch, data_source: str, checkpoint: str | None) -> None:
+def begin_run(
+    trainer: LanguageModelTrainer,
+    launch: Launch,
+    data_source: str,
+    checkpoint: str | None,
+    base_model: dict[str, str] | None = None,
+) -> None:
     """Says how the run is made, and tries what only shows after hours otherwise: the engine, and saving.
 
     Every rank has to call it; rank 0 writes.
+
+    Args:
+        base_model: of fine-tuning: where it lies, `base_model`, and what it is called, `base_model_id`.
     """
     if checkpoint:
         trainer.go_on_from(checkpoint)  # a refusal leaves the run's records as they are
@@ -38,15 +47,30 @@ def begin_run(trainer: LanguageModelTrainer, launch: Launch, data_source: str, c
             seed=trainer.args.seed,
             data_source=data_source,
             parameters=counts,
+            training=_settings(trainer),
+            base_model=base_model,
         )
+
+
+def _settings(trainer: LanguageModelTrainer) -> dict[str, float | int | str]:
+    args = trainer.args
+    return {
+        "learning_rate": args.learning_rate,
+        "lr_scheduler_type": str(args.lr_scheduler_type.value),
+        "weight_decay": args.weight_decay,
+        "global_batch_size": trainer.get_total_train_batch_size(args),
+        "max_steps": args.max_steps,
+        "num_train_epochs": args.num_train_epochs,
+    }
 
 
 def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -> dict[str, float]:
     """Validates, then saves model, tokenizer, `all_results.json`, `trainer_state.json`, `loss.png`; gives the results.
 
-    Every rank has to call it; rank 0 writes.
+    Of a run that was validated before its first step (`eval_on_start`), that loss is `before_eval_loss`. Every rank
+    has to call it; rank 0 writes.
     """
-    metrics = {**train_metrics, **trainer.meter.total, **_last_validation(trainer)}
+    metrics = {**train_metrics, **trainer.meter.total, **_last_validation(trainer), **_first_validation(trainer)}
     trainer.save_model()
     if trainer.is_world_process_zero():
         folder = Path(trainer.args.output_dir)
@@ -64,6 +88,13 @@ def _last_validation(trainer: LanguageModelTrainer) -> dict[str, float]:
         if entry.get("step") == trainer.state.global_step and "eval_loss" in entry:
             return {name: value for name, value in entry.items() if name.startswith("eval_")}
     return trainer.evaluate()
+
+
+def _first_validation(trainer: LanguageModelTrainer) -> dict[str, float]:
+    for entry in trainer.state.log_history:
+        if entry["step"] == 0 and "eval_loss" in entry:
+            return {"before_eval_loss": entry["eval_loss"]}
+    return {}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
