@@ -45,8 +45,12 @@ class BadRowError(ValueError):
 
 @dataclass
 class ExampleCounts:
-    """What became of rows: bad ones and those without a target give no example; others may have lost something."""
+    """What became of rows: bad ones and those without a target give no example; others may have lost something.
 
+    `max_length` is the encoder's, in tokens.
+    """
+
+    max_length: int
     num_rows: int = 0
     num_bad: int = 0
     num_without_target: int = 0
@@ -78,32 +82,32 @@ class ExampleCounts:
             self.num_cut += num_tokens_cut > 0
         return num_targets > 0
 
-    def in_words(self, max_length: int) -> str:
+    def in_words(self) -> str:
         """One line: examples, tokens, and what was dropped, shortened or cut."""
         of = f" of {self.num_rows:,} rows" if self.num_rows > self.num_examples else ""
         parts = [
             f"{self.num_examples:,} examples{of}, {self.num_tokens:,} tokens, {self.num_targets:,} of them trained"
         ]
         if self.num_without_target:
-            parts.append(f"{self.num_without_target:,} rows without a target dropped: {_no_room(max_length)}")
+            parts.append(f"{self.num_without_target:,} rows without a target dropped: {self._no_room}")
         if self.num_bad:
             parts.append(f"{self.num_bad:,} bad rows skipped: {self._told()}")
         if self.num_shortened:
             parts.append(
-                f"{self.num_shortened:,} longer than {max_length} tokens lost {self.num_turns_dropped:,} messages"
+                f"{self.num_shortened:,} longer than {self.max_length} tokens lost {self.num_turns_dropped:,} messages"
                 " from their front"
             )
         if self.num_cut:
-            parts.append(f"{self.num_cut:,} cut at {max_length} tokens")
+            parts.append(f"{self.num_cut:,} cut at {self.max_length} tokens")
         return "; ".join(parts)
 
-    def check(self, max_length: int, title: str) -> None:
+    def check(self, title: str) -> None:
         """Raises ValueError if no row is left to train on, with why."""
         if self.num_examples:
             return
         reasons = []
         if self.num_without_target:
-            reasons.append(f"in {self.num_without_target:,} {_no_room(max_length)} (raise `--max_length`)")
+            reasons.append(f"in {self.num_without_target:,} {self._no_room} (raise `--max_length`)")
         if self.num_bad:
             reasons.append(f"{self.num_bad:,} are bad: {self._told()}")
         raise ValueError(
@@ -111,13 +115,13 @@ class ExampleCounts:
             f"{': ' if reasons else ''}{'; '.join(reasons)}."
         )
 
+    @property
+    def _no_room(self) -> str:
+        return f"the prompt leaves no room for an answer in {self.max_length} tokens"
+
     def _told(self) -> str:
         more = self.num_bad - len(self.faults)
         return "; ".join([*self.faults, f"and {more:,} more"] if more else self.faults)
-
-
-def _no_room(max_length: int) -> str:
-    return f"the prompt leaves no room for an answer in {max_length} tokens"
 
 
 class Examples(Dataset):
@@ -159,10 +163,10 @@ def encode_examples(chat_rows: ChatRows, encoder: ChatEncoder, *, skip_bad_rows:
     else:
         encoded = [encode({**row, ROW_NUMBER: number}) for number, row in enumerate(rows, start=1)]
         table = Table.from_list(encoded, features=_FEATURES)
-    counts = ExampleCounts()
+    counts = ExampleCounts(encoder.max_length)
     kept = [index for index, row in enumerate(table.select_columns(list(_COUNTED))) if counts.add(row)]
-    counts.check(encoder.max_length, chat_rows.description)
-    logger.info("Examples: %s", counts.in_words(encoder.max_length))
+    counts.check(chat_rows.description)
+    logger.info("Examples: %s", counts.in_words())
     return Examples(table.select(kept), counts)
 
 

@@ -173,10 +173,10 @@ class StreamedExamples(IterableDataset):
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         number, num_readers = worker_id * self.world_size + self.rank, num_workers * self.world_size
-        counts, rng = ExampleCounts(), np.random.default_rng([self.seed, self.epoch, number])
+        counts, rng = ExampleCounts(self.encoder.max_length), np.random.default_rng([self.seed, self.epoch, number])
         examples = shuffled(self._examples(number, num_readers, counts), self.shuffle_window, rng)
         yield from examples if self.row_tokens is None else self._rows(examples, self.row_tokens)
-        told = (number + 1, num_readers, self.epoch, counts.in_words(self.encoder.max_length))
+        told = (number + 1, num_readers, self.epoch, counts.in_words())
         logger.info("Data reader %d of %d, epoch %d ended: %s.", *told)
 
     def _examples(self, number: int, num_readers: int, counts: ExampleCounts) -> Iterator[dict[str, Tensor]]:
