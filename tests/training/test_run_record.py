@@ -38,13 +38,17 @@ def test_secrets_do_not_reach_the_recorded_command(words, shown):
 def test_run_json_says_how_the_run_was_made(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["pretrain.py", "--hub_token", "hf_abcdefghij"])
     parameters = {"total": 17, "trainable": 5}
-    write_run_json(str(tmp_path), LAUNCH, precision="bf16", seed=3, data_source="a text", parameters=parameters)
+    training = {"learning_rate": 0.002}
+    base = {"base_model": "/somewhere/base", "base_model_id": "our/base"}
+    settings = {"precision": "bf16", "seed": 3, "data_source": "a text", "parameters": parameters, "training": training}
+    write_run_json(str(tmp_path), LAUNCH, **settings, base_model=base)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["command"] == ["pretrain.py", "--hub_token", "***"]
     expected = {"world_size": 2, "backend": "gloo", "engine": "ddp", "device": "cpu", "threads": 1}
     assert expected.items() <= record.items()
     assert (record["precision"], record["seed"], record["data_source"]) == ("bf16", 3, "a text")
-    assert record["parameters"] == parameters
+    assert (record["parameters"], record["training"]) == (parameters, training)
+    assert base.items() <= record.items()
     assert "torch" in record["versions"]
     assert {path.name for path in tmp_path.iterdir()} == {"run.json"}
 
