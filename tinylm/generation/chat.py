@@ -40,12 +40,7 @@ def answer(
         ValueError: the tokenizer has no chat template, the template refuses the conversation, or its last question
             alone does not fit into the context.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"A conversation needs a chat template, and the tokenizer `{tokenizer.name_or_path}` has none. Fine-tune "
-            "with `--chat_template`, or continue plain text with `tinylm generate`."
-        )
-    chat_format = ChatFormat(tokenizer)
+    chat_format = _chat_format(tokenizer)
     try:
         prompt_ids = _fitting_prompt(chat_format, messages, room_for_prompt(model, max_new_tokens))
     except TemplateError as error:
@@ -77,7 +72,12 @@ class Chat:
         seed: int = 0,
         **settings: float,
     ) -> None:
-        """`system` is a message that stands before all turns; `settings` are those of `answer`."""
+        """`system` is a message that stands before all turns; `settings` are those of `answer`.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        _chat_format(tokenizer)
         self._model = model
         self._tokenizer = tokenizer
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -139,6 +139,15 @@ def _obey(chat: Chat, line: str) -> str:
         chat.save(Path(argument.strip()).expanduser())
         return f"Added to `{argument.strip()}`."
     raise ValueError(f"`{line}` is no command: {COMMANDS}.")
+
+
+def _chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"A conversation needs a chat template, and the tokenizer `{tokenizer.name_or_path}` has none. Fine-tune "
+            "with `--chat_template`, or continue plain text with `tinylm generate`."
+        )
+    return ChatFormat(tokenizer)
 
 
 def _fitting_prompt(chat_format: ChatFormat, messages: Sequence[Message], room: int | None) -> list[int]:
