@@ -51,6 +51,21 @@ def audit(
         raise typer.Exit(1)
 
 
+@app.command(
+    epilog="Example: tinylm preview --config recipes/configs/finetune_qwen/smollm2_demo.yaml --max_length 256",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def preview(
+    flags: typer.Context,
+    config: Annotated[Path, typer.Option("--config", help="A run file; more flags of its recipe may follow.")],
+) -> None:
+    """Show what a run would train on: examples with the trained part marked, and counts. Nothing is written."""
+    _quieten()
+    from tinylm.inspection.preview_run import preview_run
+
+    typer.echo(preview_run(config, flags.args))
+
+
 @app.command(epilog="Example: tinylm merge runs/qwen runs/qwen-merged --dtype bfloat16")
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The folder of a LoRA adapter.")],
