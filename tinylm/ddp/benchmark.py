@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tinylm.ddp.agreement import check_same_on_all_ranks
 from tinylm.ddp.clock import finished_at, percentile, slowest_rank
 from tinylm.ddp.configurations import NO_EXCHANGE, Configuration
-from tinylm.ddp.group import naming_lost_ranks
+from tinylm.ddp.failure import named_failure
 from tinylm.ddp.proof import Proof, prove
 from tinylm.ddp.table import WRONG, Circumstances, StepRow
 
@@ -115,7 +115,8 @@ def measure_steps(task: Task, configurations: Sequence[Configuration], circumsta
     for number in range(min(task.rounds, task.steps)):
         for configuration in right:
             turns[configuration].append(_turn(task, configuration, number))
-        logger.info("round %d of %d: %s", number + 1, task.rounds, _medians(turns))
+        without = 1000 * statistics.median(turns[NO_EXCHANGE][-1])
+        logger.info("round %d of %d: %.1f ms a step without exchange", number + 1, task.rounds, without)
     return [
         _row(task, configuration, proof, turns.get(configuration), turns[NO_EXCHANGE], circumstances)
         for configuration, proof in proofs.items()
@@ -127,8 +128,8 @@ def _proof(task: Task, configuration: Configuration) -> Proof | None:
     if configuration == NO_EXCHANGE:
         return None
     tolerance = _BF16_TOLERANCE if configuration.bf16_hook else _FP32_TOLERANCE
-    with naming_lost_ranks(f"the proof of `{configuration}`"):
-        proof = prove(task.build_model, task.batch, configuration.wrap, tolerance=tolerance)
+    with named_failure(f"the proof of `{configuration}`"):
+        proof = prove(task.build_model, task.batch, configuration.wrap, num_steps=4, tolerance=tolerance)
     gc.collect()
     logger.log(logging.INFO if proof.holds else logging.WARNING, "%s: %s", configuration, proof)
     return proof
@@ -139,7 +140,7 @@ def _turn(task: Task, configuration: Configuration, number: int) -> list[float]:
     replica = Replica(task, configuration)
     seconds = []
     for step in range(task.warmup_steps + task.steps_in_round(number)):
-        with naming_lost_ranks(f"step {step + 1} of round {number + 1} of `{configuration}`"):
+        with named_failure(f"step {step + 1} of round {number + 1} of `{configuration}`"):
             dist.barrier()
             began = finished_at(task.device)
             replica.step()
@@ -149,10 +150,6 @@ def _turn(task: Task, configuration: Configuration, number: int) -> list[float]:
     del replica
     gc.collect()  # wrappers lie in reference cycles, with their buckets
     return slowest
-
-
-def _medians(turns: dict[Configuration, list[list[float]]]) -> str:
-    return ", ".join(f"{name} {1000 * statistics.median(of_one[-1]):.0f} ms" for name, of_one in turns.items())
 
 
 def _row(

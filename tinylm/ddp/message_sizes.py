@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tinylm.ddp.clock import finished_at, percentile, slowest_rank
 from tinylm.ddp.collectives import named_algorithm
-from tinylm.ddp.group import naming_lost_ranks
+from tinylm.ddp.failure import named_failure
 from tinylm.ddp.table import Circumstances, SizeRow
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def measure_sizes(
     seconds: dict[tuple[str, int], list[float]] = {(name, size): [] for size in sizes for name in algorithms}
     for number in range(rounds):
         for (name, size), of_one in seconds.items():
-            with naming_lost_ranks(f"the sum of {size:,} bytes by `{name}`"):
+            with named_failure(f"the sum of {size:,} bytes by `{name}`"):
                 of_one += _repeat(name, size, device)
         logger.info("round %d of %d", number + 1, rounds)
     return [

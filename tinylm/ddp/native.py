@@ -2,8 +2,10 @@
 
 from contextlib import AbstractContextManager
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -31,7 +33,7 @@ class NativeDDP:
             find_unused_parameters=find_unused_parameters,
         )
         if bf16_hook:
-            self.model.register_comm_hook(None, bf16_compress_hook)
+            self.model.register_comm_hook(None, _send_as_bf16)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.model.no_sync()
@@ -41,3 +43,8 @@ class NativeDDP:
 
     def close(self) -> None:
         """Nothing to take off: the hooks end with the wrapper."""
+
+
+def _send_as_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """torch's own hook: DDP refuses it by its name on all backends but NCCL, and Gloo sums bfloat16 well."""
+    return bf16_compress_hook(group, bucket)

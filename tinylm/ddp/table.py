@@ -114,7 +114,9 @@ def append_rows(path: Path, rows: Sequence[AnyRow]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, [column.name for column in fields(row_type)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in [*known, *rows])
+    for row in [*known, *rows]:
+        cells = asdict(row).items()
+        writer.writerow({name: f"{cell:.6g}" if isinstance(cell, float) else cell for name, cell in cells})
     beside = _beside(path)
     beside.write_text(text.getvalue(), encoding="utf-8")
     os.replace(beside, path)
