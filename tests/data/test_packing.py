@@ -1,8 +1,6 @@
-import copy
 import logging
 import pickle
 from collections.abc import Iterator
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -13,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from tests.data.tiny import EOS, numbered_documents, running_text, source_of, tokenizer_with_eos
 from tests.evaluation.tiny import byte_tokenizer
-from tinylm.data import encoding
 from tinylm.data.documents import Shard, Source
 from tinylm.data.order import usable_workers
-from tinylm.data.packing import PackedStream, Reader, pack, positions_in_documents
+from tinylm.data.packing import PackedStream, positions_in_documents
+from tinylm.data.reader import Reader
 
 TOKENIZER = tokenizer_with_eos()
 
@@ -25,18 +23,19 @@ def stream_of(source: Source, block_size: int = 10, **settings: object) -> Packe
     return PackedStream(source, TOKENIZER, block_size=block_size, **settings)
 
 
-def rows(stream: PackedStream, num_workers: int = 0) -> list[list[int]]:
+def rows(stream: PackedStream) -> list[list[int]]:
     """The blocks or records that a DataLoader gives."""
-    return [example["input_ids"].tolist() for example in DataLoader(stream, batch_size=None, num_workers=num_workers)]
+    return [example["input_ids"].tolist() for example in DataLoader(stream, batch_size=None)]
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 200), max_size=40), max_size=20), st.integers(1, 17))
-def test_packing_keeps_the_order_and_loses_less_than_a_block(documents: list[list[int]], block_size: int) -> None:
-    text = [token for document in documents for token in [*document, EOS]]
-    blocks = list(pack(documents, block_size, EOS))
-    assert all(block.shape == (block_size,) for block in blocks)
-    packed = [token for block in blocks for token in block.tolist()]
+@given(st.lists(st.text(st.characters(codec="ascii"), max_size=40), max_size=20), st.integers(1, 17))
+def test_packing_keeps_the_order_and_loses_less_than_a_block(documents: list[str], block_size: int) -> None:
+    source = source_of(documents)
+    text = running_text(source.documents(), TOKENIZER)
+    blocks = rows(stream_of(source, block_size))
+    assert all(len(block) == block_size for block in blocks)
+    packed = [token for block in blocks for token in block]
     assert packed == text[: len(packed)]
     assert 0 <= len(text) - len(packed) < block_size
 
@@ -68,8 +67,8 @@ def test_ranks_and_workers_read_every_document_once(
     assert 2 * workers == num_readers
     seen = []
     for rank in range(2):
-        stream = stream_of(source_of(*shards), rank=rank, world_size=2, shuffle_window=3)
-        seen.append([TOKENIZER.decode(row[:-1]) for row in rows(stream, num_workers=workers)])
+        stream = stream_of(source_of(*shards), rank=rank, world_size=2, num_workers=workers, shuffle_window=3)
+        seen.append([TOKENIZER.decode(row[:-1]) for row in rows(stream)])
     assert not set(seen[0]) & set(seen[1])
     assert sorted(seen[0] + seen[1]) == sorted(text for shard in shards for text in shard)
     assert "huggingface/tokenizers" not in capfd.readouterr().err, "forked workers start quietly"
@@ -85,10 +84,10 @@ def test_each_reader_loses_less_than_a_block(shards: list[list[str]], num_reader
     source = source_of(*shards)
     tokens = []
     for rank in range(num_readers):
-        reader = Reader(stream_of(source, shuffle_window=window, rank=rank, world_size=num_readers), rank, num_readers)
+        reader = Reader(stream_of(source, shuffle_window=window, rank=rank, world_size=num_readers), rank)
         blocks = [token for block in reader.examples() for token in block]
         assert 0 <= reader.num_tokens - len(blocks) < 10
-        tokens += [*blocks, *reader.packer.rest]
+        tokens += [*blocks, *reader.rest]
     assert sorted(tokens) == sorted(running_text(source.documents(), TOKENIZER))
 
 
@@ -96,16 +95,18 @@ def test_one_shard_and_eight_workers_give_every_document_once() -> None:
     """Case S7."""
     documents = numbered_documents(23)
     workers = usable_workers(1, world_size=1, requested=8)
-    assert [TOKENIZER.decode(row[:-1]) for row in rows(stream_of(source_of(documents)), workers)] == documents
+    assert [
+        TOKENIZER.decode(row[:-1]) for row in rows(stream_of(source_of(documents), num_workers=workers))
+    ] == documents
 
 
 def test_the_order_is_fixed_by_seed_and_epoch() -> None:
     source = source_of(numbered_documents(40), numbered_documents(40, first=40))
 
     def order(seed: int, epoch: int, num_workers: int = 0) -> list[list[int]]:
-        stream = stream_of(source, seed=seed, shuffle_window=16)
+        stream = stream_of(source, seed=seed, shuffle_window=16, num_workers=num_workers)
         stream.set_epoch(epoch)
-        return rows(stream, num_workers)
+        return rows(stream)
 
     assert order(0, 0) == order(0, 0)
     assert order(0, 0) != order(1, 0)
@@ -118,26 +119,24 @@ def test_shards_change_hands_with_every_epoch() -> None:
     shares = []
     for epoch in range(2):
         stream.set_epoch(epoch)
-        shares.append([Reader(stream, rank, 2).parts for rank in range(2)])
+        shares.append([Reader(stream, rank).parts for rank in range(2)])
     assert shares[0] == shares[1][::-1] != shares[1]
 
 
 def test_readers_do_not_share_their_randomness() -> None:
     stream = stream_of(source_of(*[numbered_documents(40)] * 2), shuffle_window=16, world_size=2)
-    first, second = ([block.tolist() for block in Reader(stream, number, 2).examples()] for number in range(2))
+    first, second = ([block.tolist() for block in Reader(stream, number).examples()] for number in range(2))
     assert sorted(first) == sorted(second)
     assert first != second
 
 
-def test_workers_that_outlive_an_epoch_learn_of_the_next() -> None:
-    stream = stream_of(source_of(numbered_documents(30)), shuffle_window=16)
-    loader = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=True)
-    epochs = []
-    for epoch in (0, 1):
-        stream.set_epoch(epoch)
-        epochs.append([example["input_ids"].tolist() for example in loader])
-    assert epochs[0] != epochs[1]
-    assert sorted(epochs[0]) == sorted(epochs[1])
+def test_the_readers_of_a_rank_take_turns_and_workers_change_no_order() -> None:
+    source = source_of(numbered_documents(3), numbered_documents(5, first=100))
+    stream = stream_of(source, num_workers=2)
+    read = [int(TOKENIZER.decode(row[:-1])) for row in rows(stream)]
+    assert read == [0, 100, 1, 101, 2, 102, 103, 104]
+    stream.num_workers = 0  # the same readers, in this process
+    assert [int(TOKENIZER.decode(row[:-1])) for row in rows(stream)] == read
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 100), (2, 50), (3, 30)])
@@ -217,27 +216,8 @@ def _broken(start: int, step: int) -> Iterator[str]:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_is_wrong_with_a_source_reaches_the_user(num_workers: int) -> None:
     source = Source("broken", "0", (Shard("broken", _broken),))
-    with pytest.raises(ValueError, match="not UTF-8 at byte 7"):
-        rows(stream_of(source), num_workers)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("stop", [0, 1, 13, 30])
-def test_a_readers_attributes_are_all_it_needs_to_go_on(
-    stop: int, packing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding, "_CHARACTERS_AT_ONCE", 60)  # a few documents, so that it stops within a shard
-    shards = [numbered_documents(30, length=13), numbered_documents(30, length=27, first=30)]
-    stream = stream_of(source_of(*shards), shuffle_window=8, packing=packing, max_tokens=1000)
-    reader, successor = Reader(stream, 0, 1), Reader(stream, 0, 1)
-    examples = reader.examples()
-    assert len(list(islice(examples, stop))) == stop
-    for name in ("part", "num_taken", "num_tokens", "encoded", "window", "rng"):
-        setattr(successor, name, copy.deepcopy(getattr(reader, name)))
-    successor.packer.rest = reader.packer.rest.copy()
-    expected = [example.tolist() for example in examples]
-    assert expected
-    assert [example.tolist() for example in successor.examples()] == expected
+    with pytest.raises(ValueError, match=r"^`broken.txt` is not UTF-8 at byte 7.$"):
+        rows(stream_of(source, num_workers=num_workers))
 
 
 def test_blocks_are_int64_tensors() -> None:

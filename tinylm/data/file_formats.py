@@ -103,8 +103,8 @@ def _text_pieces(file: FileReader) -> Iterator[str]:
 
 
 def _read_json_lines(file: FileReader, start: int, step: int) -> Iterator[str]:
-    records = (numbered for numbered in numbered_lines(file.path) if numbered[2].strip())
-    for number, offset, line in islice(records, start, None, step):
+    records = (numbered for numbered in numbered_lines(file.path, skip=start) if numbered[2].strip())
+    for number, offset, line in islice(records, 0, None, step):
         where = f"`{file.path}`, line {number}"
         try:
             record = json.loads(decoded(file.path, offset, line))

@@ -162,6 +162,7 @@ def _open_stream(
         seed=run.seed if run.data_seed is None else run.data_seed,
         rank=run.process_index,
         world_size=run.world_size,
+        num_workers=run.dataloader_num_workers,
         shuffle_window=data.shuffle_window,
         max_tokens=data.max_tokens,
         packing=data.packing,

@@ -27,6 +27,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, seed_worker
 
 from tinylm.data.order import GlobalBatches
+from tinylm.data.packing import PackedStream
 from tinylm.data.records import CollateNumbered, HoldsRecords, NumberedExamples
 from tinylm.evaluation.scoring import score
 
@@ -37,7 +38,7 @@ from .loss_meter import LossMeter
 from .record_audit import RecordAudit
 from .resumable import PassedOver, ResumableTrainer
 from .run_record import write_status
-from .stream_loader import StreamLoader
+from .stream_loader import StreamBroken, StreamLoader
 from .targets import TargetsOnly
 from .trackers import prepare_trackers
 
@@ -62,6 +63,8 @@ class LanguageModelTrainer(ResumableTrainer):
         self.add_callback(StatusFile)
         self._loss_shifts_labels = True  # causal models do, also those whose class says nothing of its loss
         self.record_audit: RecordAudit | None = None
+        self.stream_loader: StreamLoader | None = None
+        self.resumed_from: str | None = None
         self.targets_only = TargetsOnly(self.model, args, has_whole_weights=self.engine in ("none", "ddp"))
 
     @property
@@ -82,9 +85,7 @@ class LanguageModelTrainer(ResumableTrainer):
             "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         }
         if isinstance(self.train_dataset, IterableDataset):
-            args.ignore_data_skip = True  # the stream finds its place itself
-            loader = DataLoader(self.train_dataset, batch_size=self._train_batch_size, **settings)
-            return StreamLoader(loader, args.gradient_accumulation_steps, windows_done=lambda: self.state.global_step)
+            return self._loader_of_stream(settings)
         batches = GlobalBatches(
             len(self.train_dataset),
             start_step=self.steps_done,
@@ -100,6 +101,20 @@ class LanguageModelTrainer(ResumableTrainer):
             settings["collate_fn"] = CollateNumbered(self.data_collator)
         return OrderedLoader(dataset, batch_sampler=PassedOver(batches) if self.steps_done else batches, **settings)
 
+    def _loader_of_stream(self, settings: dict[str, object]) -> StreamLoader:
+        args = self.args
+        args.ignore_data_skip = True  # the stream finds its place itself
+        settings["generator"] = torch.Generator()  # DataLoaders draw from it, and must not from that of the model
+        if isinstance(self.train_dataset, PackedStream):
+            settings["num_workers"] = 0  # it starts its own
+        loader = DataLoader(self.train_dataset, batch_size=self._train_batch_size, **settings)
+        self.stream_loader = StreamLoader(
+            loader, args.gradient_accumulation_steps, windows_done=lambda: self.state.global_step
+        )
+        if self.resumed_from is not None:
+            self.stream_loader.go_on_from(Path(self.resumed_from), args.process_index, args.world_size)
+        return self.stream_loader
+
     def _audited(self, dataset: Dataset, batches: GlobalBatches) -> Dataset:
         """The dataset with numbers for its examples, and the audit that notes them and their records."""
         contents = dataset.contents() if isinstance(dataset, HoldsRecords) else None
@@ -109,6 +124,7 @@ class LanguageModelTrainer(ResumableTrainer):
         return NumberedExamples(dataset)
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
+        self.resumed_from = resume_from_checkpoint
         try:
             with self.targets_only.while_training():
                 return super().train(resume_from_checkpoint, **kwargs)
@@ -123,6 +139,14 @@ class LanguageModelTrainer(ResumableTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         leave_logits_in_half(self.model)
         return prepared
+
+    def _run_epoch(self, **kwargs) -> None:
+        try:
+            super()._run_epoch(**kwargs)
+        except StreamBroken:
+            if self.state.global_step > self.steps_done:
+                self._save_checkpoint(self.model, trial=None)
+            raise
 
     # Loss: counted, and never silently not a number.
 
@@ -178,16 +202,20 @@ class LanguageModelTrainer(ResumableTrainer):
 
     def order_of_data(self) -> dict[str, int | None]:
         """What decides which examples a step sees. Streams are read by ranks x workers, each in batches of its own."""
-        args, is_stream = self.args, isinstance(self.train_dataset, IterableDataset)
+        args, dataset = self.args, self.train_dataset
+        is_stream = isinstance(dataset, IterableDataset)
+        is_read_again = is_stream and not isinstance(dataset, PackedStream)  # which looks after its readers itself
         return {
             "global_batch_size": self.get_total_train_batch_size(args),
             "seed": args.seed if args.data_seed is None else args.data_seed,
-            "examples": None if is_stream else len(self.train_dataset),
-            "readers": args.world_size * max(1, args.dataloader_num_workers) if is_stream else None,
-            "accumulation_steps": args.gradient_accumulation_steps if is_stream else None,
+            "examples": None if is_stream else len(dataset),
+            "readers": args.world_size * max(1, args.dataloader_num_workers) if is_read_again else None,
+            "accumulation_steps": args.gradient_accumulation_steps if is_read_again else None,
         }
 
     def save_rank_state(self, folder: Path) -> None:
+        if self.stream_loader is not None:
+            self.stream_loader.save(folder, self.args.process_index)
         if self.record_audit is not None:
             self.record_audit.close_part()  # no checkpoint is there before all parts of its steps are
 

@@ -1,0 +1,66 @@
+"""Streams' positions on disk, `data-rank-R.safetensors`: token ids as arrays, all else as JSON in the header.
+
+A rank's file holds the states of its readers, with the shuffle window the largest part: 2 MB for 1,000 blocks of 512.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from tinylm.data.packing import StreamState
+from tinylm.data.reader import ReaderState
+
+_FIELDS = ("epoch", "num_readers", "turn", "settings", "text")
+
+
+def save_stream_state(state: StreamState, folder: Path, rank: int) -> None:
+    """Writes this rank's file into `folder`."""
+    header = {name: getattr(state, name) for name in _FIELDS}
+    header["readers"] = {number: reader.numbers for number, reader in state.readers.items()}
+    arrays = {}
+    for number, reader in state.readers.items():
+        for name, pieces in reader.tokens.items():
+            arrays[f"{number}.{name}"] = np.concatenate([np.empty(0, dtype=np.int32), *pieces])
+            arrays[f"{number}.{name}.lengths"] = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    save_file(arrays, _path(folder, rank), metadata={"state": json.dumps(header)})
+
+
+def load_stream_state(folder: Path, rank: int, world_size: int) -> StreamState:
+    """Where `rank` is to go on: its own state, or on another number of ranks the readers of all together.
+
+    Raises:
+        FileNotFoundError: the checkpoint has no position in a stream.
+    """
+    paths = sorted(folder.glob("data-rank-*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(
+            f"`{folder}` does not say how far its run had come in its stream. Go on from a checkpoint with"
+            " `data-rank-0.safetensors`, or begin anew in another `--output_dir`."
+        )
+    if len(paths) == world_size:
+        return _load(_path(folder, rank))
+    states = [_load(path) for path in paths]
+    readers = {number: reader for state in states for number, reader in state.readers.items()}
+    return replace(states[0], turn=0, readers=readers)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"data-rank-{rank}.safetensors"
+
+
+def _load(path: Path) -> StreamState:
+    with safe_open(path, framework="np") as file:
+        header = json.loads(file.metadata()["state"])
+        pieces: dict[str, dict[str, list[np.ndarray]]] = {number: {} for number in header["readers"]}
+        for key in file.keys():  # noqa: SIM118 -- it is no dict
+            number, name, *is_lengths = key.split(".")
+            if not is_lengths:
+                ends = np.cumsum(file.get_tensor(f"{key}.lengths"))
+                pieces[number][name] = np.split(file.get_tensor(key), ends)[: len(ends)]
+    numbers = header.pop("readers")
+    readers = {int(number): ReaderState(numbers[number], pieces[number]) for number in numbers}
+    return StreamState(**header, readers=readers)
