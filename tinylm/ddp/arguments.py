@@ -46,7 +46,7 @@ class BenchmarkArguments:
     )
     batch_size: int = field(default=1, metadata=_help("Rows a rank and step."))
     sequence_length: int = field(default=64, metadata=_help("Tokens of a row."))
-    precision: str = field(default="fp32", metadata=_help("fp32, bf16 (autocast) or auto."))
+    precision: str = field(default="fp32", metadata=_help("fp32, or bf16 (autocast)."))
     steps: int = field(default=20, metadata=_help("Measured steps of each configuration."))
     warmup_steps: int = field(default=5, metadata=_help("Steps before those that are measured, in each round."))
     rounds: int = field(default=4, metadata=_help("Turns that each configuration takes."))
@@ -62,6 +62,8 @@ class BenchmarkArguments:
         named_algorithm(self.algorithm)
         if self.matrix not in (None, *MATRICES):
             raise ValueError(f"`matrix` is one of {', '.join(MATRICES)}; it was {self.matrix!r}. Set `--matrix`.")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"`precision` is one of fp32, bf16; it was {self.precision!r}. Set `--precision`.")
         for name in ("batch_size", "sequence_length", "steps", "rounds", "bucket_cap_mb", "latency_us", "gbit"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` is more than 0; it was {getattr(self, name)}. Set `--{name}`.")
