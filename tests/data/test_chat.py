@@ -298,8 +298,8 @@ def test_a_row_without_a_target_among_good_ones_is_dropped_and_counted(
     assert examples.counts.num_without_target == 1 and examples.counts.num_rows == 4
     assert caplog.messages[-1] == (
         f"Examples: 3 examples of 4 rows, {examples.lengths.sum()} tokens, {examples.num_targets.sum()} of them trained"
-        "; 1 rows without a target dropped: the prompt leaves no room for an answer in 200 tokens; 1 longer than 200"
-        " tokens lost 4 messages from their front; 1 cut at 200 tokens"
+        "; 1 rows without a target dropped: the prompt leaves no room for an answer in 200 tokens; 1 lost 4 messages"
+        " from their front to fit into 200 tokens; 1 cut at 200 tokens"
     )
 
 

@@ -94,8 +94,8 @@ class ExampleCounts:
             parts.append(f"{self.num_bad:,} bad rows skipped: {self._told()}")
         if self.num_shortened:
             parts.append(
-                f"{self.num_shortened:,} longer than {self.max_length} tokens lost {self.num_turns_dropped:,} messages"
-                " from their front"
+                f"{self.num_shortened:,} lost {self.num_turns_dropped:,} messages from their front to fit into"
+                f" {self.max_length} tokens"
             )
         if self.num_cut:
             parts.append(f"{self.num_cut:,} cut at {self.max_length} tokens")

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tinylm.data.chat import Examples
 from tinylm.data.chat_encoder import IGNORED
 from tinylm.data.order import permuted
-from tinylm.data.rows import PackedRows
+from tinylm.data.rows import best_fit_decreasing
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _CHARACTERS_SHOWN = 300
@@ -68,24 +68,25 @@ def _ends(text: str) -> str:
     return f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}"
 
 
-def rows_in_words(examples: Examples, *, row_tokens: int | None, batch_size: int, seed: int) -> str:
+def rows_in_words(lengths: np.ndarray, *, row_tokens: int | None, batch_size: int, seed: int) -> str:
     """One line on the rows of an epoch: how full they are when packed, or how much of padded batches is padding.
 
     Args:
+        lengths: tokens of each example.
         row_tokens: of packed rows; None: examples are padded to the longest of their batch.
         batch_size: examples or rows in a batch of one rank.
     """
-    num_tokens = int(examples.lengths.sum())
+    num_tokens = int(lengths.sum())
     if row_tokens is not None:
-        num_rows = len(PackedRows(examples, row_tokens))
+        num_rows = len(best_fit_decreasing(lengths, row_tokens))
         share = num_tokens / (num_rows * row_tokens)
         return (
             f"Packed: {num_rows:,} rows of up to {row_tokens:,} tokens, {share:.0%} full, {batch_size} a batch; nothing"
             " is padded"
         )
-    lengths = iter(examples.lengths[permuted(np.arange(len(examples)), len(examples), seed, epoch=0)].tolist())
+    in_order = iter(lengths[permuted(np.arange(len(lengths)), len(lengths), seed, epoch=0)].tolist())
     num_read = 0
-    while batch := list(islice(lengths, batch_size)):
+    while batch := list(islice(in_order, batch_size)):
         num_read += len(batch) * max(batch)
     return (
         f"Padded: batches of {batch_size} examples, {num_read - num_tokens:,} of {num_read:,} tokens are padding"

@@ -56,7 +56,9 @@ def _preview_finetuning(argv: Sequence[str]) -> str:
     examples = encode_examples(rows, encoder, skip_bad_rows=chat.skip_bad_rows)
     seed = run.seed if run.data_seed is None else run.data_seed
     row_tokens = (chat.row_tokens or encoder.max_length) if chat.packing else None
-    in_rows = rows_in_words(examples, row_tokens=row_tokens, batch_size=run.per_device_train_batch_size, seed=seed)
+    in_rows = rows_in_words(
+        examples.lengths, row_tokens=row_tokens, batch_size=run.per_device_train_batch_size, seed=seed
+    )
     return (
         f"{preview_examples(tokenizer, examples, _SHOWN, in_full=True)}\n--- {in_rows}\n"
         f"--- {rows.description}, the first {_ROWS_READ:,} rows at most"
