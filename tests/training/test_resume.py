@@ -2,15 +2,22 @@
 
 import json
 import math
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
 
+from tests.distributed import run_on_ranks
 from tests.training.tiny import UnevenRows, run_arguments, stack, tiny_model
 from tinylm.models import TinyTransformerConfig, TinyTransformerForCausalLM
-from tinylm.training import precision
+from tinylm.training import precision, run_folder
+from tinylm.training.launch import RunInterrupted
+from tinylm.training.run_record import read_status
 from tinylm.training.trainer import LanguageModelTrainer
 
 # 22 rows in global batches of 4: 6 steps an epoch. Nothing falls on the same steps as something else.
@@ -51,6 +58,17 @@ def train(folder: object, model: torch.nn.Module, resume: str | None = None, cal
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+class At(TrainerCallback):
+    """Does something when a step begins."""
+
+    def __init__(self, step: int, what: Callable[[], None]) -> None:
+        self.step, self.what = step, what
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            self.what()
 
 
 def history(folder: Path) -> list[dict[str, float]]:
@@ -103,3 +121,130 @@ def test_weights_optimizer_schedule_and_logged_losses_are_those_of_the_undisturb
     other = train(tmp_path / "other", build(), precision=numbers, seed=43)
     assert contents(tmp_path / "other" / "checkpoint-14")["weights"] != expected["weights"]
     assert other.state.global_step == 14
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The undisturbed run, validated and logged at the ends of epochs too."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, tlm())
+    return folder
+
+
+@pytest.mark.parametrize("step", [4, 6, 7, 12])
+def test_a_stop_saves_before_the_validation_that_is_due_and_the_run_goes_on_with_it(tmp_path, whole, step):
+    """Step 4 is validated, 6 ends an epoch and is logged, 7 is nothing, 12 is all of it."""
+    with pytest.raises(RunInterrupted, match=rf"Stopped after step {step} of 14 and saved \(SIGTERM\)"):
+        train(tmp_path, tlm(), callbacks=[At(step, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    status = read_status(tmp_path)
+    assert (status["status"], status["step"]) == ("interrupted", step)
+    assert status["how_to_go_on"] == "the same command with --resume_from_checkpoint auto"
+    checkpoint = tmp_path / f"checkpoint-{step}"
+    assert not [entry for entry in history(checkpoint) if entry["step"] == step]
+    train(tmp_path, tlm(seed=1), resume=str(checkpoint))
+    assert contents(tmp_path / "checkpoint-14") == contents(whole / "checkpoint-14")
+
+
+def test_epochs_that_are_logged_validated_and_saved_at_their_ends_are_resumed_exactly(tmp_path):
+    settings = {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"}
+    settings |= {"max_steps": -1, "num_train_epochs": 3}
+    train(tmp_path / "whole", tlm(), **settings)
+    expected = contents(tmp_path / "whole" / "checkpoint-18")
+    assert [entry["step"] for entry in expected["history"]] == [6, 6, 12, 12, 18, 18]
+    for step in (6, 9):
+        folder = tmp_path / f"at-{step}"
+        with pytest.raises(RunInterrupted):
+            train(folder, tlm(), callbacks=[At(step, lambda: os.kill(os.getpid(), signal.SIGINT))], **settings)
+        train(folder, tlm(seed=1), resume=str(folder / f"checkpoint-{step}"), **settings)
+        assert contents(folder / "checkpoint-18") == expected
+
+
+def test_early_stopping_counts_on_and_the_best_model_is_the_same(tmp_path):
+    """Patience 3 of validations that get worse: two before the interruption."""
+    settings = {
+        "learning_rate": 3.0,
+        "lr_scheduler_type": "constant",
+        "max_steps": 40,
+        "eval_steps": 2,
+        "save_steps": 2,
+    }
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "warmup_steps": 0}
+    undisturbed = train(tmp_path / "whole", tlm(), callbacks=[EarlyStoppingCallback(3)], **settings)
+    last = undisturbed.state.global_step
+    assert last < 40
+    for step in (last - 2, last):
+        checkpoint = resumed_copy(tmp_path / "whole", f"checkpoint-{step}", tmp_path / f"{step}")
+        best = undisturbed.state.best_global_step
+        resumed_copy(tmp_path / "whole", f"checkpoint-{best}", tmp_path / f"{step}") if best != step else None
+        resumed = train(
+            tmp_path / f"{step}", tlm(seed=1), resume=checkpoint, callbacks=[EarlyStoppingCallback(3)], **settings
+        )
+        assert resumed.state.global_step == last
+        assert resumed.state.best_model_checkpoint == str(tmp_path / f"{step}" / f"checkpoint-{best}")
+        for mine, other in zip(resumed.model.parameters(), undisturbed.model.parameters(), strict=True):
+            assert torch.equal(mine, other)
+        losses = [
+            [e["train_loss"] for e in trainer.state.log_history if "train_loss" in e]
+            for trainer in (resumed, undisturbed)
+        ]
+        assert losses[0] == losses[1]
+
+
+def test_a_run_that_had_taken_its_last_step_goes_on_to_its_end_without_another(tmp_path, whole):
+    checkpoint = resumed_copy(whole, "checkpoint-14", tmp_path)
+    trainer = train(tmp_path, tlm(seed=1), resume=checkpoint)
+    assert trainer.state.global_step == 14
+    assert "train_loss" in trainer.state.log_history[-1]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-14"]
+
+
+def test_a_failure_between_the_last_step_and_the_end_is_a_failed_run(tmp_path, whole, monkeypatch):
+    trainer = train(tmp_path, tlm(), resume=resumed_copy(whole, "checkpoint-14", tmp_path))
+    assert read_status(tmp_path)["status"] == "running"
+    monkeypatch.setattr(run_folder, "draw_loss_curves", lambda *_: 1 / 0)
+    monkeypatch.setattr(run_folder, "save_tokenizer", lambda *_: None)
+    with pytest.raises(ZeroDivisionError):
+        run_folder.finish_run(trainer, {})
+    assert read_status(tmp_path)["status"] == "failed"
+
+
+def test_a_position_costs_no_look_at_the_examples_before_it(tmp_path, whole):
+    class Watched(UnevenRows):
+        looked_at = 0
+
+        def __getitem__(self, index):
+            type(self).looked_at += 1
+            return super().__getitem__(index)
+
+    checkpoint = resumed_copy(whole, "checkpoint-10", tmp_path)
+    args = run_arguments(tmp_path, **{**SETTINGS, "eval_strategy": "no"})
+    trainer = LanguageModelTrainer(model=tlm(), args=args, train_dataset=Watched(22), data_collator=stack)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert Watched.looked_at == 4 * 4
+
+
+def two_rank_checks(rank: int, world_size: int, payload: dict) -> dict[str, object]:
+    """An undisturbed run and one that a single rank is asked to stop, gone on with."""
+    assert world_size == 2
+    folder = Path(payload["folder"])
+    settings = {"gradient_accumulation_steps": 1}
+    train(folder / "whole", tlm(), **settings)
+    stop = At(7, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank == 1 else None)
+    message = ""
+    try:
+        train(folder / "stopped", tlm(), callbacks=[stop], **settings)
+    except RunInterrupted as interrupted:
+        message = str(interrupted)
+    train(folder / "stopped", tlm(seed=1), resume=str(folder / "stopped" / "checkpoint-7"), **settings)
+    return {"world_size": torch.distributed.get_world_size(), "message": message}
+
+
+def test_two_ranks_agree_on_the_step_and_go_on_as_if_nothing_had_happened(tmp_path):
+    found = run_on_ranks("tests.training.test_resume", "two_rank_checks", 2, {"folder": str(tmp_path)})
+    assert [each["world_size"] for each in found] == [2, 2]
+    assert all(each["message"].startswith("Stopped after step 7 of 14 and saved") for each in found)
+    expected = contents(tmp_path / "whole" / "checkpoint-14")
+    assert {"rng_state_0.pth", "rng_state_1.pth"} < expected.keys()
+    assert contents(tmp_path / "stopped" / "checkpoint-14") == expected
+    assert not list((tmp_path / "stopped").glob(".*"))

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from .parsing import parse_arguments
 from .precision import check_against_launcher, resolve_precision
+from .stopping import parse_duration
 
 __all__ = [
     "DataArguments",
@@ -149,6 +150,9 @@ class RunArguments(TrainingArguments):
     max_bad_steps: int = field(
         default=5, metadata=_help("Steps in a row with a loss or gradient that is not finite before the run ends.")
     )
+    max_time: str | None = field(
+        default=None, metadata=_help("Save and stop after this time, such as 11h30m, counted from the process's start.")
+    )
     record_audit: bool = field(
         default=False, metadata=_help("Note on every rank which records each step sees, for `tinylm audit`.")
     )
@@ -162,6 +166,8 @@ class RunArguments(TrainingArguments):
             raise ValueError("A run needs a folder of its own. Set `--output_dir`.")
         if not (torch.accelerator.is_available() and not self.use_cpu):
             self.use_cpu = True  # or two ranks of a CPU launch would not become one group
+        if self.max_time is not None:
+            parse_duration(self.max_time)
         if not self.average_tokens_across_devices:
             raise ValueError(
                 "The loss is divided by the targets of all ranks, and `average_tokens_across_devices: false` asks for"

@@ -9,11 +9,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from .arguments import RunArguments
 from .record_audit import RecordAudit
-from .run_record import write_status
+from .run_record import HOW_TO_GO_ON, write_status
 
 logger = logging.getLogger(__name__)
-
-HOW_TO_GO_ON = "the same command with --resume_from_checkpoint auto"
 
 
 class ProgressLine(TrainerCallback):

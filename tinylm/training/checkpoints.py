@@ -19,7 +19,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import load_peft_weights
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
-from .launch import decided_by_rank_zero, is_restarted, name_of_launch
+from .launch import RunInterrupted, decided_by_rank_zero, is_restarted, name_of_launch
 from .manifest import find_difference, flush
 from .run_record import read_status
 
@@ -38,11 +38,15 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
     Raises:
         FileExistsError: the folder holds a run and no leave was given to go on.
         FileNotFoundError: the path given is not a complete checkpoint, or another rank does not see it.
+        RunInterrupted: the ranks were stopped on purpose, and the launcher has restarted them all the same.
     """
-    found = None
+    found = stopped = None
     if int(os.environ.get("RANK", "0")) == 0:
-        found = _checkpoint_to_resume(Path(output_dir), resume_from_checkpoint)
-    found = decided_by_rank_zero(found)
+        stopped = _was_stopped_before_restart(Path(output_dir))
+        found = None if stopped else _checkpoint_to_resume(Path(output_dir), resume_from_checkpoint)
+    stopped, found = decided_by_rank_zero(stopped), decided_by_rank_zero(found)
+    if stopped:
+        raise RunInterrupted(f"The run was stopped on purpose, so it is not restarted. Go on with {stopped}.")
     if found is not None and not Path(found, STATE_NAME).is_file():
         raise FileNotFoundError(
             f"Rank 0 goes on from `{found}`, which this rank does not see. Set `--output_dir` to a folder that all"
@@ -81,6 +85,14 @@ def is_done(checkpoint: str | None, run: TrainingArguments) -> bool:
 
 def _is_finished(folder: Path) -> bool:
     return read_status(folder).get("status") == "finished"
+
+
+def _was_stopped_before_restart(folder: Path) -> str | None:
+    """How to go on with a run that this very launch has stopped on purpose, or None. The launcher restarts it all the
+    same, because it takes any exit code but 0 for a failure."""
+    status = read_status(folder)
+    is_ours = is_restarted() and status.get("launch") == name_of_launch()
+    return status["how_to_go_on"] if is_ours and status["status"] == "interrupted" else None
 
 
 def _refuse_another_run(folder: Path) -> None:

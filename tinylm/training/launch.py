@@ -6,6 +6,7 @@ and exit with 0. `start` compares what was asked for with what is there and refu
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,21 @@ import torch.distributed as dist
 import transformers
 import yaml
 
+from .stopping import die_with_launcher
+
 logger = logging.getLogger(__name__)
 
 
 class RunStopped(RuntimeError):  # noqa: N818
     """A run ended itself for a reason that its message tells in full."""
+
+
+NOT_FINISHED = 85
+"""Exit code of a recipe whose run was stopped on purpose and can be gone on with (launchers turn it into 1)."""
+
+
+class RunInterrupted(RuntimeError):  # noqa: N818
+    """A run was stopped on purpose, and saved; its message tells how to go on."""
 
 
 @dataclass(frozen=True)
@@ -199,17 +210,30 @@ def show_progress_of_rank_zero() -> None:
         package.propagate = False
 
 
+def _leave_together() -> None:
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 writes last: no launcher ends the others, or the group, before it is done
+        dist.destroy_process_group()
+
+
 def run_recipe(main: Callable[[], None]) -> None:
-    """Runs a recipe's `main`; wrong input becomes one paragraph and exit code 2, unless `--traceback` is given."""
+    """Runs a recipe's `main`; wrong input becomes one paragraph and exit code 2, unless `--traceback` is given.
+
+    A run that was stopped on purpose ends with exit code 85, `NOT_FINISHED`.
+    """
+    die_with_launcher()
     show_progress_of_rank_zero()
     transformers.utils.logging.disable_progress_bar()  # a bar a saved file says nothing, and fills log files
     with_traceback = "--traceback" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--traceback"]
     try:
         main()
-        if dist.is_initialized():
-            dist.barrier()  # rank 0 writes last: no launcher ends the others, or the group, before it is done
-            dist.destroy_process_group()
+        _leave_together()
+    except RunInterrupted as interrupted:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it as soon as one rank has left
+        logging.getLogger("tinylm").info("%s", interrupted)
+        _leave_together()
+        sys.exit(NOT_FINISHED)
     except (ValueError, OSError, ImportError, RunStopped) as error:
         if with_traceback:
             raise

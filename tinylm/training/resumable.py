@@ -6,6 +6,9 @@ What differs from the stock Trainer, and why:
 - the logging window, the token counts, the bad steps in a row and the callbacks' counters are part of it, so the logged
   losses are those of the undisturbed run too (stock: the window's sum and early stopping's patience are lost);
 - the position in map-style data is the number of steps done (stock: the sampler is run through);
+- signals, files and a time limit stop a run after a step that all ranks agree on; what was due then is done first when
+  it goes on, so that saving need not wait for a validation;
+- each rank notes what it is doing, so that the others can say which one failed;
 - what falls on an epoch's last step is done once, at the end of the epoch, so that a checkpoint is never between the
   two; a run that has taken its last step goes on to its end (stock: takes one step more).
 """
@@ -13,24 +16,28 @@ What differs from the stock Trainer, and why:
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import repeat
 from pathlib import Path
 
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerControl
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from tinylm.data.order import GlobalBatches
 
+from .arguments import RunArguments
 from .checkpoints import STATE_NAME, complete, place_for, remove_leftovers, remove_older
-from .launch import RunStopped, sum_over_ranks
+from .launch import RunInterrupted, RunStopped, sum_over_ranks
 from .loss_meter import LossMeter
 from .manifest import write_manifest
-from .run_record import write_atomically
+from .phases import Phases
+from .run_record import HOW_TO_GO_ON, write_atomically, write_status
+from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +48,7 @@ PROGRESS_NAME = "progress.json"
 class ResumableTrainer(Trainer):
     """`Trainer` whose interrupted and resumed runs end in the bytes of the undisturbed one."""
 
+    args: RunArguments
     meter: LossMeter
 
     def __init__(self, **kwargs) -> None:
@@ -49,6 +57,12 @@ class ResumableTrainer(Trainer):
         self.steps_done = 0  # before this process
         self._stopped_early_of = 0  # the number of steps that a run was to have whose early stopping ended it
         self._handled_step = -1  # the last step whose logs, validation and checkpoint are done
+        self._due: dict[str, float | bool | None] | None = None  # what a run that was stopped has to do first
+        self._wishes = (False, False)  # of any rank: to save, to stop
+        self._requests: StopRequests | None = None
+        self._times = {"step": 0.0, "save": 0.0}  # seconds, the longest so far
+        self._step_began = 0.0
+        self.phases = Phases(Path(self.args.output_dir), self.args.process_index, self.args.world_size)
 
     # What a subclass adds.
 
@@ -62,13 +76,46 @@ class ResumableTrainer(Trainer):
     # Going on.
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
+        """As in the Trainer.
+
+        Raises:
+            RunInterrupted: the run was stopped on purpose, and saved.
+            RunStopped: another rank failed; which one, and where.
+        """
+        folder = Path(self.args.output_dir)
         if self.is_world_process_zero():
-            remove_leftovers(Path(self.args.output_dir))
+            remove_leftovers(folder)
         self.steps_done = 0
         if resume_from_checkpoint:
             self.go_on_from(resume_from_checkpoint)
             logger.info("Going on from %s", resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, **kwargs)
+        self._requests = StopRequests(
+            folder,
+            is_rank_zero=self.is_world_process_zero(),
+            max_seconds=parse_duration(self.args.max_time) if self.args.max_time else None,
+            leave_at_once=self.phases.somebody_failed,
+            before_dying=lambda: self.write_status("interrupted"),
+        )
+        with self.status_is_kept(), self._requests, self.phases:
+            return super().train(resume_from_checkpoint, **kwargs)
+
+    @contextmanager
+    def status_is_kept(self) -> Iterator[None]:
+        """`STATUS` says so when the block ends in an error."""
+        try:
+            yield
+        except (KeyboardInterrupt, RunInterrupted):
+            self.write_status("interrupted")
+            raise
+        except BaseException:
+            self.write_status("failed")
+            raise
+
+    def write_status(self, status: str) -> None:
+        """`STATUS`, by rank 0; a disk that takes no more changes nothing."""
+        if self.is_world_process_zero():
+            with suppress(OSError):
+                write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
 
     def go_on_from(self, checkpoint: str) -> None:
         """Takes counts and position over; refuses an order of the data that would repeat or skip rows in silence.
@@ -90,6 +137,7 @@ class ResumableTrainer(Trainer):
         self.meter.restore(progress["meter"], self.args.process_index, self.args.world_size)
         self.num_bad_steps, self.bad_steps_in_a_row = progress["bad_steps"]
         self._stopped_early_of = progress["stopped_early_of"]
+        self._due = progress["due"]
 
     def _init_training_state(self, max_steps: int, *args, **kwargs) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)
@@ -110,24 +158,96 @@ class ResumableTrainer(Trainer):
         ]
 
     def _run_epoch(self, **kwargs) -> None:
-        if self.state.max_steps in (self._stopped_early_of, self.state.global_step):
+        if self._due is not None:
+            self._do_what_was_due(**kwargs)
+        if self.control.should_training_stop or self.state.max_steps in (
+            self._stopped_early_of,
+            self.state.global_step,
+        ):
             self.control.should_training_stop = True
             return
         super()._run_epoch(**kwargs)
 
-    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+    def _do_what_was_due(self, model, trial, epoch, ignore_keys_for_eval, start_time, **_: object) -> None:
+        due, self._due = self._due, None
+        self.control.should_log, self.control.should_evaluate = due["log"], due["evaluate"]
+        self._globalstep_last_logged = self.state.global_step - 1
+        super()._maybe_log_save_evaluate(
+            self._tr_loss, due["grad_norm"], model, trial, epoch, ignore_keys_for_eval, start_time, due["learning_rate"]
+        )
+
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False) -> dict[str, float]:
+        if skip_scheduler and self.steps_done:
+            return {}  # `eval_on_start`, and this is not the start
+        self.phases.enter("validation", self.state.global_step)
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    # A step.
+
+    def get_batch_samples(self, *args, **kwargs) -> tuple[list, Tensor | int | None]:
+        self._step_began = time.perf_counter()
+        self.phases.enter("data", self.state.global_step + 1)
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args, **kwargs) -> Tensor | int | None:
+        self.phases.enter("exchange", self.state.global_step + 1)
+        return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def training_step(self, *args, **kwargs) -> Tensor:
+        self.phases.enter("compute", self.state.global_step + 1)
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args, **kwargs):
+        computed = super().compute_loss(*args, **kwargs)
+        self.phases.enter("exchange", self.state.global_step + 1)  # backward comes next
+        return computed
+
+    def _get_grad_norm(self, *args, **kwargs) -> Tensor | float:
+        """Once a step: what does any rank want? The stock method follows."""
+        self.phases.enter("exchange", self.state.global_step + 1)
+        save, stop = sum_over_ranks(self._requests.wishes())
+        self._wishes = bool(save), bool(stop)
+        self.phases.enter("compute", self.state.global_step + 1)
+        return super()._get_grad_norm(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm, *args, learning_rate=None, **kwargs) -> None:
         """Called after each step, and again when the epoch has ended; what the last step asks for waits for that."""
+        self._times["step"] = max(self._times["step"], time.perf_counter() - self._step_began)
         is_last = self.control.should_training_stop or float(self.state.epoch).is_integer()
         if is_last and self._handled_step != self.state.global_step:
             self._handled_step = self.state.global_step
             return
         self._handled_step = self.state.global_step
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        (save, stop), self._wishes = self._wishes, (False, False)
+        if stop and not self.control.should_training_stop:
+            self._interrupt(grad_norm, learning_rate)
+        self.control.should_save |= save
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
+        if save and self.is_world_process_zero():
+            self._requests.fulfilled()
+
+    def _interrupt(self, grad_norm: Tensor | float | None, learning_rate: float | None) -> None:
+        self._due = {
+            "log": self.control.should_log,
+            "evaluate": self.control.should_evaluate,
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "learning_rate": learning_rate,
+        }
+        self._save_checkpoint(self.model, trial=None)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if self.is_world_process_zero():
+            self._requests.fulfilled()
+        raise RunInterrupted(
+            f"Stopped after step {self.state.global_step} of {self.state.max_steps} and saved"
+            f" ({self._requests.reason or 'another rank was asked to'}). Go on with {HOW_TO_GO_ON}."
+        )
 
     # Saving.
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """All or nothing, on all ranks."""
+        began = time.perf_counter()
+        self.phases.enter("save", self.state.global_step)
         self.store_flos()
         progress = self._progress()
         checkpoint = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
@@ -159,6 +279,20 @@ class ResumableTrainer(Trainer):
                 )
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
+        seconds = time.perf_counter() - began
+        logger.info("Saved %s in %.1f s", checkpoint, seconds)
+        self._warn_of_grace(seconds)
+
+    def _warn_of_grace(self, seconds: float) -> None:
+        """Says once that a launcher would kill the run before it has saved."""
+        is_news = self._times["save"] + self._times["step"] <= LAUNCHERS_GRACE
+        self._times["save"] = max(self._times["save"], seconds)
+        if is_news and self._times["save"] + self._times["step"] > LAUNCHERS_GRACE:
+            logger.warning(
+                "A step takes up to %.0f s and a save %.0f s, and a launcher that is told to stop kills the ranks after"
+                " %.0f s: stop this run with a file `%s` in its folder, or with `--max_time`.",
+                *(self._times["step"], self._times["save"], LAUNCHERS_GRACE, STOP_NAME),
+            )
 
     def _progress(self) -> dict[str, object]:
         """Every rank has to call it."""
@@ -167,6 +301,7 @@ class ResumableTrainer(Trainer):
             "order": self.order_of_data(),
             "meter": self.meter.state(),
             "bad_steps": [self.num_bad_steps, self.bad_steps_in_a_row],
+            "due": self._due,
             "stopped_early_of": self.state.max_steps if self.control.should_training_stop else 0,
         }
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from .checkpoints import check_saving
 from .curves import draw_loss_curves
 from .launch import Launch, check_engine
-from .run_record import write_atomically, write_run_json, write_status
+from .run_record import HOW_TO_GO_ON, write_atomically, write_run_json, write_status
 from .trainer import LanguageModelTrainer
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def begin_run(
     logger.info("Run: %s, %s; %s parameters", launch.describe(), trainer.args.precision, f"{counts['total']:,}")
     if trainer.is_world_process_zero():
         check_saving(trainer.model, trainer.args.output_dir)
+        write_status(trainer.args.output_dir, "running", trainer.steps_done, HOW_TO_GO_ON)
         write_run_json(
             trainer.args.output_dir,
             launch,
@@ -70,15 +71,16 @@ def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -
     Of a run that was validated before its first step (`eval_on_start`), that loss is `before_eval_loss`. Every rank
     has to call it; rank 0 writes.
     """
-    metrics = {**train_metrics, **trainer.meter.total, **_last_validation(trainer), **_first_validation(trainer)}
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        folder = Path(trainer.args.output_dir)
-        save_tokenizer(trainer.processing_class, folder)
-        trainer.state.save_to_json(str(folder / "trainer_state.json"))
-        write_atomically(folder / "all_results.json", json.dumps(metrics, indent=2, sort_keys=True) + "\n")
-        draw_loss_curves(trainer.state.log_history, folder / "loss.png")
-        write_status(trainer.args.output_dir, "finished", trainer.state.global_step)
+    with trainer.status_is_kept():
+        metrics = {**train_metrics, **trainer.meter.total, **_last_validation(trainer), **_first_validation(trainer)}
+        trainer.save_model()
+        if trainer.is_world_process_zero():
+            folder = Path(trainer.args.output_dir)
+            save_tokenizer(trainer.processing_class, folder)
+            trainer.state.save_to_json(str(folder / "trainer_state.json"))
+            write_atomically(folder / "all_results.json", json.dumps(metrics, indent=2, sort_keys=True) + "\n")
+            draw_loss_curves(trainer.state.log_history, folder / "loss.png")
+            write_status(trainer.args.output_dir, "finished", trainer.state.global_step)
     return metrics
 
 

@@ -15,6 +15,8 @@ import torch
 
 from .launch import Launch, name_of_launch
 
+HOW_TO_GO_ON = "the same command with --resume_from_checkpoint auto"
+
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "sentencepiece", "numpy")
 _SECRET = re.compile(r"(token|key|secret|password)", re.IGNORECASE)
 _TOKEN = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_)[\w-]{8,}")

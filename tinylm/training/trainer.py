@@ -12,7 +12,6 @@ What differs from the stock Trainer, and why:
 
 import logging
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -32,12 +31,11 @@ from tinylm.data.records import CollateNumbered, HoldsRecords, NumberedExamples
 from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
-from .callbacks import HOW_TO_GO_ON, AuditFiles, ProgressLine, StatusFile
+from .callbacks import AuditFiles, ProgressLine, StatusFile
 from .launch import RunStopped
 from .loss_meter import LossMeter
 from .record_audit import RecordAudit
 from .resumable import PassedOver, ResumableTrainer
-from .run_record import write_status
 from .stream_loader import StreamBroken, StreamLoader
 from .targets import TargetsOnly
 from .trackers import prepare_trackers
@@ -125,15 +123,8 @@ class LanguageModelTrainer(ResumableTrainer):
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
         self.resumed_from = resume_from_checkpoint
-        try:
-            with self.targets_only.while_training():
-                return super().train(resume_from_checkpoint, **kwargs)
-        except BaseException as error:
-            if self.is_world_process_zero():
-                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                with suppress(OSError):  # the disk may be what failed
-                    write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
-            raise
+        with self.targets_only.while_training():
+            return super().train(resume_from_checkpoint, **kwargs)
 
     def _prepare_for_training(self, *args, **kwargs) -> tuple[nn.Module, DataLoader | StreamLoader]:
         prepared = super()._prepare_for_training(*args, **kwargs)

@@ -1,0 +1,123 @@
+"""What each rank is doing, noted where the others can read it when one of them no longer answers.
+
+    .rank-R     rank R's process, host, step and phase, overwritten in place (a few microseconds); gone at the end
+    .failure    made by the rank that reports a failure, so that it is told once
+
+Phases: `data`, `compute` (forward, weights), `exchange` (backward with the gradients' exchange, or waiting for the
+others to agree), `validation`, `save`.
+
+A collective only says that a peer is gone or late. The notes say which, and what it was doing.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from .launch import RunInterrupted, RunStopped
+from .run_record import HOW_TO_GO_ON
+
+logger = logging.getLogger(__name__)
+
+_OWN = (RunInterrupted, RunStopped)  # raised with a message that is complete
+_BYTES = 512
+
+
+class Phases:
+    """The notes of one rank; of a single process, nothing is written."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self.folder, self.rank, self.world_size = folder, rank, world_size
+        self._note = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+        self._note |= {"step": 0, "phase": "start", "since": time.time(), "moves": 0, "error": ""}
+        self._file: int | None = None
+
+    def __enter__(self) -> None:
+        if self.world_size == 1:
+            return
+        if self.rank == 0:
+            self.folder.joinpath(".failure").unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path(self.rank), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Turns the error of a collective into one that tells which rank is to blame; tells the others of its own.
+
+        Raises:
+            RunStopped: another rank failed.
+            SystemExit: another rank failed, and a third one has told of it.
+        """
+        if self._file is None:
+            return
+        blamed = self.blame() if isinstance(error, RuntimeError) and not isinstance(error, _OWN) else None
+        if blamed:
+            if not self.claim():
+                sys.exit(1)
+            raise RunStopped(
+                f"{blamed[0].upper()}{blamed[1:]}. Its checkpoints are whole: go on with {HOW_TO_GO_ON}."
+            ) from error
+        if error is None or isinstance(error, RunInterrupted):
+            self._path(self.rank).unlink(missing_ok=True)
+        else:
+            self._write(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+            if self.claim():
+                logger.error("%s, failed.", _place(self._note))
+        os.close(self._file)
+        self._file = None
+
+    def enter(self, phase: str, step: int) -> None:
+        """This rank begins `phase` of optimizer step `step`."""
+        self._write(phase=phase, step=step, since=time.time(), moves=self._note["moves"] + 1)
+
+    def blame(self) -> str | None:
+        """What happened to the other ranks, of the one that is to blame; None if all of them are well."""
+        others = [note for rank in range(self.world_size) if rank != self.rank and (note := self._read(rank))]
+        for note in others:
+            if note["error"]:
+                return f"{_place(note)}, failed: {note['error']}"
+            if note["host"] == self._note["host"] and not _is_alive(note["pid"]):
+                return f"{_place(note)}, was killed"
+        behind = min(others, key=lambda note: note["moves"], default=None)  # ranks make the same moves
+        if behind is not None and behind["moves"] <= self._note["moves"]:
+            return f"{_place(behind)}, has not answered for {time.time() - behind['since']:.0f} s"
+        return None
+
+    def claim(self) -> bool:
+        """Whether this rank is the one that tells of the failure."""
+        try:
+            os.close(os.open(self.folder / ".failure", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def somebody_failed(self) -> bool:
+        return self.world_size > 1 and (self.folder / ".failure").exists()
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f".rank-{rank}"
+
+    def _write(self, **changes: object) -> None:
+        self._note |= changes
+        if self._file is not None:
+            os.pwrite(self._file, json.dumps(self._note).encode().ljust(_BYTES), 0)
+
+    def _read(self, rank: int) -> dict | None:
+        path = self._path(rank)
+        return json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size else None
+
+
+def _place(note: dict) -> str:
+    where = f"rank {note['rank']}, process {note['pid']} on {note['host']}"
+    return f"{where}, in phase `{note['phase']}` of step {note['step']}"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,120 @@
+"""Being stopped on purpose: signals, the files SAVE and STOP in the run's folder, `--max_time`.
+
+Choices:
+- A wish is noted when it comes and looked at once a step, by all ranks together: they save after the same step.
+- A signal that comes again within five seconds is the same one: a launcher and a process group deliver it twice, and
+  the kernel once more when the launcher has died.
+"""
+
+import ctypes
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+SAVE_NAME, STOP_NAME = "SAVE", "STOP"
+LAUNCHERS_GRACE = 30.0
+"""Seconds from a launcher's SIGTERM to its SIGKILL (torchrun and `accelerate launch` on several ranks)."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAME_SIGNAL_WITHIN = 5.0  # seconds
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `11h30m`, `2d`, `45s` or plain seconds.
+
+    >>> parse_duration("11h30m"), parse_duration("1d2h3m4s"), parse_duration("90")
+    (41400.0, 93784.0, 90.0)
+
+    Raises:
+        ValueError: something else.
+    """
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    if not text or match is None:
+        raise ValueError(f"`--max_time` is a time such as 11h30m, 90m or 2d, and not `{text}`.")
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+class StopRequests:
+    """What somebody wants of this rank; a context in which signals are wishes.
+
+    Args:
+        folder: the run's folder, in which rank 0 looks for `SAVE` and `STOP`.
+        max_seconds: since this process was started.
+        leave_at_once: asked at the first signal: another rank has failed, so there is nothing to finish.
+        before_dying: called when a second signal ends the process at once.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_rank_zero: bool,
+        max_seconds: float | None,
+        leave_at_once: Callable[[], bool],
+        before_dying: Callable[[], None],
+    ) -> None:
+        self.folder, self.is_rank_zero = folder, is_rank_zero
+        self._leave_at_once, self._before_dying = leave_at_once, before_dying
+        self.ends_at = None if max_seconds is None else psutil.Process().create_time() + max_seconds
+        self.reason = ""
+        self._signalled_at: float | None = None
+        self._handlers_before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequests":
+        self._handlers_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+
+    def wishes(self) -> tuple[bool, bool]:
+        """Whether this rank was asked to save, and to stop."""
+        if not self.is_rank_zero:
+            return False, bool(self.reason)
+        if self.ends_at is not None and time.time() >= self.ends_at:
+            self.reason = self.reason or "`--max_time` is over"
+        if (self.folder / STOP_NAME).exists():
+            self.reason = self.reason or f"the file `{STOP_NAME}`"
+        return (self.folder / SAVE_NAME).exists(), bool(self.reason)
+
+    def fulfilled(self) -> None:
+        """Takes the files away, or they would ask again. Rank 0 calls it."""
+        for name in (SAVE_NAME, STOP_NAME):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._leave_at_once():
+            os._exit(1)
+        if self._signalled_at is None:
+            self._signalled_at, self.reason = now, signal.Signals(number).name
+        elif now - self._signalled_at > _SAME_SIGNAL_WITHIN:
+            self._before_dying()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def die_with_launcher() -> None:
+    """Asks Linux for a SIGTERM when the launcher that started this process is gone, so that no orphan trains on.
+
+    A process that no launcher started is left alone: its shell may well go before it.
+    """
+    if not sys.platform.startswith("linux") or not ({"RANK", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()):
+        return
+    pr_set_pdeathsig, launcher = 1, os.getppid()
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != launcher:  # it went a moment before
+        os.kill(os.getpid(), signal.SIGTERM)
