@@ -270,7 +270,7 @@ def _read_gguf(place: str, auto_class: type, **settings: object) -> object:
         )
     try:
         return auto_class.from_pretrained(str(Path(place).parent), gguf_file=Path(place).name, **settings)
-    except (ValueError, IndexError, KeyError) as error:  # what reading past the end of the file comes to
+    except (ValueError, IndexError, KeyError, struct.error) as error:  # what reading past the end of a file comes to
         raise ValueError(f"`{place}` cannot be read as GGUF; it may be cut off ({error}). Fetch it again.") from error
 
 

@@ -127,7 +127,7 @@ def _check_flags(chat: ChatArguments, run: FinetuneArguments) -> None:
             " `--max_eval_examples`."
         )
     if chat.row_tokens is not None and not chat.packing:
-        raise ValueError("`row_tokens` is about packed rows. Leave it out with `--packing false`.")
+        logger.warning("`row_tokens` is about packed rows; with `--packing false` it does nothing.")
     if chat.streaming and run.max_steps <= 0:
         raise ValueError(
             f"A stream has no length, so the run has to be told when it ends; `max_steps` is {run.max_steps}. Set"
