@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test test-slow style pretrain pretrain-tiny finetune-qwen demo-finetune bench
+.PHONY: demo test test-slow style pretrain pretrain-tiny finetune-qwen demo-finetune bench bench-ddp bench-ddp-native
 
 .venv/installed: setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -44,3 +44,15 @@ style: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python recipes/bench_training.py $(ARGS)
+
+# make bench-ddp NPROC=4 STEPS=50: the ranks, and the measured steps of each configuration.
+NPROC ?= 2
+STEPS ?= 20
+BENCH_DDP = $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) recipes/bench_ddp.py --steps $(STEPS)
+
+bench-ddp: .venv/installed
+	$(BENCH_DDP) --matrix $(ARGS)
+	$(BENCH_DDP) --cost_model $(ARGS)
+
+bench-ddp-native: .venv/installed
+	$(BENCH_DDP) --matrix native $(ARGS)
