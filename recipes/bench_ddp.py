@@ -48,12 +48,12 @@ def main() -> None:
         backend=launch.backend,
         threads=launch.threads,
     )
-    name = f"{file_name(made.hardware)}{'-sizes' if args.cost_model else ''}.csv"
-    path = Path(args.output_file or RESULTS / name)
+    path = Path(args.output_file or RESULTS / f"{file_name(made.hardware)}.csv")
+    path = path.with_stem(f"{path.stem}-sizes") if args.cost_model else path
     check_can_append(path, SizeRow if args.cost_model else StepRow)
 
     set_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(device).eval()  # dropout would differ from rank to rank
+    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval()  # dropout differs from rank to rank
     if args.cost_model:
         rows = measure_sizes(list(ALGORITHMS), made, device, rounds=args.rounds)
         if rows and launch.rank == 0:

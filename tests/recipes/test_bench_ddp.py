@@ -52,14 +52,14 @@ def test_accelerate_measures_the_matrix_and_leaves_rows_and_charts(tiny, tmp_pat
 @pytest.mark.slow
 def test_torchrun_models_the_cost(tiny, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", RECIPE, *tiny]
-    flags = ["--cost_model", "--rounds", "1", "--latency_us", "5", "--gbit", "400", "--output_file", "sizes.csv"]
+    flags = ["--cost_model", "--rounds", "1", "--latency_us", "5", "--gbit", "400", "--output_file", "cpu.csv"]
     done = subprocess.run(
         [*command, *flags], env=rank_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = read_rows(tmp_path / "sizes.csv", SizeRow)
+    rows = read_rows(tmp_path / "cpu-sizes.csv", SizeRow)
     assert {row.world_size for row in rows} == {2} and len({row.algorithm for row in rows}) == 6
-    assert pngs(tmp_path) == {f"sizes-2-ranks-{what}.png" for what in ("time", "predicted", "projected")}
+    assert pngs(tmp_path) == {f"cpu-sizes-2-ranks-{what}.png" for what in ("time", "predicted", "projected")}
     assert "over links of 5 us and 400 Gbit/s" in done.stdout
     assert "Median error on the sizes that were not fitted to" in done.stdout
     assert "4,096 ranks: builtin = reduce_scatter_all_gather = ring overtakes reduce_broadcast" in done.stdout

@@ -55,7 +55,10 @@ class BenchmarkArguments:
     )
     use_cpu: bool = field(default=False, metadata=_help("Take the CPU even where there is a GPU."))
     output_file: str | None = field(
-        default=None, metadata=_help("The CSV of the rows; recipes/results/ddp/<hardware>.csv if unset.")
+        default=None,
+        metadata=_help(
+            "The CSV of the rows; recipes/results/ddp/<hardware>.csv if unset. The cost model adds -sizes to the name."
+        ),
     )
 
     def __post_init__(self) -> None:
