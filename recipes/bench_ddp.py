@@ -53,7 +53,8 @@ def main() -> None:
     check_can_append(path, SizeRow if args.cost_model else StepRow)
 
     set_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval()  # dropout differs from rank to rank
+    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32)
+    model.eval()  # dropout would differ from rank to rank
     if args.cost_model:
         rows = measure_sizes(list(ALGORITHMS), made, device, rounds=args.rounds)
         if rows and launch.rank == 0:
