@@ -23,7 +23,9 @@ PROJECTED_RANKS = tuple(2**power for power in range(3, 13))  # 8 to 4,096
 def messages_and_bytes(algorithm: str, world_size: int, num_bytes: float) -> tuple[float, float]:
     """Messages, and bytes, that follow one another where `world_size` ranks sum a tensor of `num_bytes`.
 
-    What the docstrings in `collectives` say. `builtin` counts as a ring, which it is in Gloo; NCCL chooses.
+    What the docstrings in `collectives` say, with the best that a backend can make of a call: `builtin` is a ring (in
+    Gloo; NCCL chooses), `reduce_scatter_all_gather` half a ring twice (Gloo takes three halves), `reduce_broadcast` two
+    trees (Gloo reduces along half a ring). On one number of ranks a fit takes up such factors.
     """
     steps, part = world_size - 1, (world_size - 1) / world_size
     match algorithm:
