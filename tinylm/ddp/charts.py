@@ -112,7 +112,7 @@ def _bars(
     figure = Figure(figsize=(8, 1.6 + 0.32 * len(rows)), layout="constrained")
     axes = figure.subplots()
     names = [row.algorithm if row.mode == "none" else f"{row.algorithm}, {row.mode}" for row in rows]
-    names = [name.replace(" MB ", " MB\n").replace(" gradient", "\ngradient") for name in names]
+    names = [name.replace(" gradient", "\ngradient") for name in names]  # the longest takes two lines
     colors = [_mode_color(row) for row in rows]
     sides = None if spread is None else list(zip(*spread, strict=True))
     bars = axes.barh(range(len(rows)), values, xerr=sides, color=colors, ecolor="0.3", height=0.7)
