@@ -87,7 +87,7 @@ def step(tmp_path: object, model: nn.Module, inputs: dict, **settings: object) -
     only = TargetsOnly(model, run_arguments(tmp_path, **settings), has_whole_weights=True)
     shapes = []
     with only.while_training(), only.batch(inputs) as batch:
-        head = only._model.get_output_embeddings()
+        head = only.model.get_output_embeddings()
         with head.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape))):
             return loss_and_gradients(model, batch), shapes
 

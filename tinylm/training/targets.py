@@ -34,24 +34,24 @@ class TargetsOnly:
     """
 
     def __init__(self, model: nn.Module, args: TrainingArguments, *, has_whole_weights: bool) -> None:
-        self._model = bare_model(model)
-        self._keeps_targets = (
+        self.model = bare_model(model)
+        self.keeps_targets = (
             takes_target_places(model)
-            and self._model.loss_function is ForCausalLMLoss
+            and self.model.loss_function is ForCausalLMLoss
             and not (args.label_smoothing_factor or args.torch_compile or args.use_liger_kernel)
         )
-        self._by_example = not args.torch_compile
-        self._in_chunks = self._keeps_targets and has_whole_weights
+        self.by_example = not args.torch_compile
+        self.has_whole_weights = has_whole_weights
         self._head: ChunkedHead | None = None
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
         """The model with its attention and head for training; afterwards it is as it was."""
         with ExitStack() as changes:
-            if self._by_example:
-                changes.enter_context(attention_by_example(self._model))
-            if self._in_chunks:
-                self._head = changes.enter_context(chunked_head(self._model))
+            if self.by_example:
+                changes.enter_context(attention_by_example(self.model))
+            if self.keeps_targets and self.has_whole_weights:
+                self._head = changes.enter_context(chunked_head(self.model))
             yield
         self._head = None
 
@@ -59,7 +59,7 @@ class TargetsOnly:
     def batch(self, inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The inputs of one forward, with `logits_to_keep` and `shift_labels` where some positions are no targets."""
         labels = inputs["labels"]
-        if not self._keeps_targets or "shift_labels" in inputs or labels[:, 1:].ne(-100).all():
+        if not self.keeps_targets or "shift_labels" in inputs or labels[:, 1:].ne(-100).all():
             yield inputs
             return
         places, targets = target_places(labels)
