@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tinylm.ddp.agreement import check_same_on_all_ranks, from_rank_0, new_key
-from tinylm.ddp.buckets import Bucket, SingleGradient, fill_buckets
+from tinylm.ddp.buckets import SingleGradient, fill_buckets
 from tinylm.ddp.collectives import named_algorithm
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,7 @@ class Synchronizer:
         while self._num_launched < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.tensor.div_(dist.get_world_size())
+            bucket.finish()
         self._absent.remove_where_all_are(absent)
         self._next_step()
 
@@ -128,34 +126,31 @@ class Synchronizer:
             bucket.work = dist.all_reduce(bucket.tensor, async_op=True)
         else:
             self._sum(bucket.tensor)
-            bucket.tensor.div_(dist.get_world_size())
 
     def _next_step(self) -> None:
+        """After the first step with hooks, the order in which rank 0's gradients came is everyone's."""
         if self._knows_order or not self._hooks:
-            return self._start_step()
+            self._start_step()
+            return
         number = {parameter: index for index, parameter in enumerate(self._parameters)}
         seen = " ".join(str(number[parameter]) for parameter in self._seen)
         order = [self._parameters[int(index)] for index in from_rank_0(seen).split()]
         self._form_buckets(list(dict.fromkeys((*order, *self._parameters[::-1]))))
         self._knows_order = True
-        return None
 
     def _form_buckets(self, order: list[nn.Parameter]) -> None:
-        """Buckets for gradients that arrive in this order; gradients that are there already keep their values."""
-        self._buckets: list[Bucket] | list[SingleGradient]
+        """Buckets for gradients that arrive in this order. They fill in the next step; `.grad` stays as it is."""
+        self._buckets: list[SingleGradient]
         if self._mode == "bucketed":
-            self._buckets = fill_buckets(order, self._bucket_cap_mb)
+            self._buckets = [*fill_buckets(order, self._bucket_cap_mb)]
         else:
-            self._buckets = [SingleGradient(parameter) for parameter in order]
+            self._buckets = [SingleGradient([parameter]) for parameter in order]
         self._bucket_of = {one: bucket for bucket in self._buckets for one in bucket.parameters}
-        for parameter in order:
-            if parameter.grad is not None:
-                self._bucket_of[parameter].take(parameter)
         self._start_step()
 
     def _start_step(self) -> None:
         for bucket in self._buckets:
-            bucket.num_missing, bucket.work = len(bucket.parameters), None
+            bucket.start_step()
         self._num_launched = 0
         self._seen: dict[nn.Parameter, None] = {}  # a set that keeps the order
 
