@@ -129,7 +129,7 @@ def _proof(task: Task, configuration: Configuration) -> Proof | None:
         return None
     tolerance = _BF16_TOLERANCE if configuration.bf16_hook else _FP32_TOLERANCE
     with named_failure(f"the proof of `{configuration}`"):
-        proof = prove(task.build_model, task.batch, configuration.wrap, num_steps=4, tolerance=tolerance)
+        proof = prove(task.build_model, task.batch, configuration.wrap, tolerance=tolerance)
     gc.collect()
     logger.log(logging.INFO if proof.holds else logging.WARNING, "%s: %s", configuration, proof)
     return proof
