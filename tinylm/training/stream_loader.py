@@ -122,7 +122,8 @@ class StreamLoader:
             if broken:
                 what = "another rank cannot read on; see its message." if failure is None else str(failure)
                 raise StreamBroken(
-                    f"{what} All ranks have stopped behind the last step that each of them had the data for."
+                    f"{what} All ranks have stopped behind the last step that each of them had the data for, and what"
+                    " was trained until then is saved: go on with `--resume_from_checkpoint auto`."
                 ) from failure
             if run_dry:
                 logger.info(
