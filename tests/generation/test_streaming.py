@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -34,6 +34,7 @@ def streamed(tokenizer: PreTrainedTokenizerBase, prompt: str, new_ids: list[int]
     return written
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
 def test_a_stream_is_the_text_in_whole_characters(text: str) -> None:
     for tokenizer in (BYTES, MERGED):

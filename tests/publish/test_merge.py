@@ -124,7 +124,9 @@ def test_a_weight_changed_between_adapter_and_merged_model_stops_the_merge(
         return model
 
     monkeypatch.setattr(LoraModel, "merge_and_unload", disturbed)
-    with pytest.raises(ValueError, match=r"logits differ by up to \S+, where fp32 stays under 1e-04. Nothing was wri"):
+    with pytest.raises(
+        ValueError, match=r"logits differ by up to \S+, where fp32 stays under 1.0e-04. Nothing was wri"
+    ):
         merge_adapter(adapter, adapter.parent / "out")
     assert sorted(path.name for path in adapter.parent.iterdir()) == ["adapter", "base"]
 

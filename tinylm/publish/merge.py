@@ -2,7 +2,9 @@
 
 The choices:
 - Merged and compared in fp32 on a probe text: merging in bf16 moves the logits by 0.4 to 1.3 (and peft #2777 names
-  merges that gave another model altogether). More than 1e-4 of difference is an error, and nothing is written.
+  merges that gave another model altogether). More than 1e-4 of difference is an error, and nothing is written. Where
+  logits are larger than 10, rounding alone comes to more, and the limit is 1e-5 of the largest: SmolLM2-135M's reach
+  38, and the difference was 7e-5 for rank 8 on q_proj and v_proj, 1.6e-4 for rank 32 on all linear layers.
 - Only then cast, and what the cast costs is measured on the same text.
 - A head that shares the embedding's weights shares them no longer where the adapter has changed one of the two.
 - Written beside and read again before it gets its name: the folder is whole and holds these weights, or is not there.
@@ -107,10 +109,11 @@ def merge_and_compare(adapted: PeftModel, input_ids: Tensor) -> tuple[PreTrained
     _untie(adapted.get_base_model())
     model = adapted.merge_and_unload()
     difference = (before - _logits(model, input_ids)).abs().max().item()
-    if not difference < LARGEST_DIFFERENCE:  # NaN is not less either
+    limit = LARGEST_DIFFERENCE * max(1.0, before.abs().max().item() / 10)
+    if not difference < limit:  # NaN is not less either
         raise ValueError(
             f"The merged model is not the adapter's: the logits differ by up to {difference:.1e}, where fp32 stays "
-            f"under {LARGEST_DIFFERENCE:.0e}. Nothing was written; the adapter itself can be used as it is."
+            f"under {limit:.1e}. Nothing was written; the adapter itself can be used as it is."
         )
     return model, difference
 
