@@ -76,12 +76,14 @@ class Phases:
 
     def blame(self) -> str | None:
         """What happened to the other ranks, of the one that is to blame; None if all of them are well."""
-        others = [note for rank in range(self.world_size) if rank != self.rank and (note := self._read(rank))]
-        for note in others:
-            if note["error"]:
-                return f"{_place(note)}, failed: {note['error']}"
-            if note["host"] == self._note["host"] and not _is_alive(note["pid"]):
-                return f"{_place(note)}, was killed"
+        for _ in range(20):  # a process that is dying closes its connections first
+            others = [note for rank in range(self.world_size) if rank != self.rank and (note := self._read(rank))]
+            for note in others:
+                if note["error"]:
+                    return f"{_place(note)}, failed: {note['error']}"
+                if note["host"] == self._note["host"] and not _is_alive(note["pid"]):
+                    return f"{_place(note)}, was killed"
+            time.sleep(0.1)
         behind = min(others, key=lambda note: note["moves"], default=None)  # ranks make the same moves
         if behind is not None and behind["moves"] <= self._note["moves"]:
             return f"{_place(behind)}, has not answered for {time.time() - behind['since']:.0f} s"
