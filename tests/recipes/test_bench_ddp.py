@@ -38,31 +38,47 @@ def pngs(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.png")}
 
 
-def test_accelerate_measures_the_matrix_and_leaves_rows_and_charts(tiny, tmp_path):
-    flags = ["--matrix", "--output-file", str(tmp_path / "cpu.csv")]  # dashes do as well
+def torchrun(flags: list[str], folder: Path) -> str:
+    """What two ranks printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", RECIPE, *flags]
+    done = subprocess.run(
+        command, env=rank_environment(), cwd=folder, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_accelerate_measures_one_configuration_and_leaves_rows_and_charts(tiny, tmp_path):
+    flags = ["--bucketed", "--bucket-cap-mb", "0.01", "--output-file", tmp_path / "cpu.csv"]  # dashes do as well
     printed = output_of(launch("--config_file", CPU_GLOO, RECIPE, *tiny, *flags), timeout=600)
-    rows = read_rows(tmp_path / "cpu.csv", StepRow)
-    assert len(rows) == 17 and {row.world_size for row in rows} == {2}
-    assert {row.proven for row in rows[1:]} == {"yes"} and {row.backend for row in rows} == {"gloo"}
-    assert len({(row.run, row.commit, row.hardware) for row in rows}) == 1
-    assert pngs(tmp_path) == {f"cpu-2-ranks-tiny-1x16-fp32-all-{what}.png" for what in ("step-time", "exposed")}
-    assert printed.index("ring, hooks: proven") < printed.index("round 1 of 2") < printed.index("ms a step ")
+    none, bucketed = read_rows(tmp_path / "cpu.csv", StepRow)
+    assert (none.algorithm, bucketed.algorithm, bucketed.mode) == ("none", "builtin", "bucketed 0.01 MB")
+    assert (bucketed.world_size, bucketed.backend, bucketed.proven, bucketed.steps) == (2, "gloo", "yes", 2)
+    assert bucketed.exposed_ms is not None and bucketed.collectives > 1
+    chart = "cpu-2-ranks-tiny-1x16-fp32-builtin-bucketed-0-01-mb"
+    assert pngs(tmp_path) == {f"{chart}-step-time.png", f"{chart}-exposed.png"}
+    assert printed.index(": proven") < printed.index("round 1 of 2") < printed.index("ms a step ")
 
 
 @pytest.mark.slow
-def test_torchrun_models_the_cost(tiny, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", RECIPE, *tiny]
+def test_torchrun_measures_the_matrix_then_models_the_cost(tiny, tmp_path):
+    printed = torchrun([*tiny, "--matrix", "--output_file", "cpu.csv"], tmp_path)
+    rows = read_rows(tmp_path / "cpu.csv", StepRow)
+    assert len(rows) == 17 and {row.proven for row in rows[1:]} == {"yes"}
+    assert len({(row.run, row.commit, row.hardware, row.world_size) for row in rows}) == 1
+    assert "ring, hooks: proven" in printed
+    steps = {f"cpu-2-ranks-tiny-1x16-fp32-all-{what}.png" for what in ("step-time", "exposed")}
+
     flags = ["--cost_model", "--rounds", "1", "--latency_us", "5", "--gbit", "400", "--output_file", "cpu.csv"]
-    done = subprocess.run(
-        [*command, *flags], env=rank_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = read_rows(tmp_path / "cpu-sizes.csv", SizeRow)
-    assert {row.world_size for row in rows} == {2} and len({row.algorithm for row in rows}) == 6
-    assert pngs(tmp_path) == {f"cpu-sizes-2-ranks-{what}.png" for what in ("time", "predicted", "projected")}
-    assert "over links of 5 us and 400 Gbit/s" in done.stdout
-    assert "Median error on the sizes that were not fitted to" in done.stdout
-    assert "4,096 ranks: builtin = reduce_scatter_all_gather = ring overtakes reduce_broadcast" in done.stdout
+    printed = torchrun([*tiny, *flags], tmp_path)
+    sizes = read_rows(tmp_path / "cpu-sizes.csv", SizeRow)
+    assert {row.world_size for row in sizes} == {2} and len({row.algorithm for row in sizes}) == 6
+    assert "over links of 5 us and 400 Gbit/s" in printed
+    assert "Median error on the sizes that were not fitted to" in printed
+    assert "4,096 ranks: builtin = reduce_scatter_all_gather = ring overtakes reduce_broadcast" in printed
+    drawn = {f"cpu-sizes-2-ranks-{what}.png" for what in ("time", "predicted", "projected")}
+    assert pngs(tmp_path) == steps | drawn
+    assert len(read_rows(tmp_path / "cpu.csv", StepRow)) == 17
 
 
 def test_one_process_says_that_nothing_is_exchanged(tiny, tmp_path, monkeypatch, capsys):
