@@ -21,7 +21,7 @@ from tinylm.publish.merge import merge_adapter
 from tinylm.tokenizers import byte
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}<assistant>"
-COMMANDS = ["audit", "chat", "generate", "merge"]
+COMMANDS = sorted(command.callback.__name__ for command in cli.app.registered_commands)
 
 RunCLI = Callable[..., tuple[int, str, str]]
 

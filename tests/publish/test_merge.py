@@ -131,6 +131,13 @@ def test_a_weight_changed_between_adapter_and_merged_model_stops_the_merge(
     assert sorted(path.name for path in adapter.parent.iterdir()) == ["adapter", "base"]
 
 
+def test_large_logits_may_differ_by_their_own_rounding(tmp_path: Path) -> None:
+    base = qwen2(tied=False)
+    base.lm_head.weight.data *= 300
+    saved_adapter(tmp_path, base, **Q_AND_V)
+    assert merge_adapter(tmp_path / "adapter", tmp_path / "out").merged_difference > 1e-4
+
+
 def test_a_folder_that_would_be_read_as_another_model_is_not_kept(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
