@@ -51,6 +51,24 @@ def audit(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: tinylm doctor --run runs/tlm --ranks 2")
+def doctor(
+    run: Annotated[Path, typer.Option("--run", help="The folder of a run.")],
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="With how many ranks to go on.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of the table.")] = False,
+) -> None:
+    """Examine a run's folder and whether it can be gone on with here: exit code 1 if there is a problem."""
+    _quieten()
+    from dataclasses import asdict
+
+    from tinylm.inspection.doctor import examine_run, table
+
+    findings = examine_run(run, ranks)
+    typer.echo(json.dumps([asdict(finding) for finding in findings]) if as_json else "\n".join(table(findings)))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
 @app.command(
     epilog="Example: tinylm preview --config recipes/configs/finetune_qwen/smollm2_demo.yaml --max_length 256",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
