@@ -2,9 +2,10 @@
 
 The choices:
 - Merged and compared in fp32 on a probe text: merging in bf16 moves the logits by 0.4 to 1.3 (and peft #2777 names
-  merges that gave another model altogether). More than 1e-4 of difference is an error, and nothing is written. Where
-  logits are larger than 10, rounding alone comes to more, and the limit is 1e-5 of the largest: SmolLM2-135M's reach
-  38, and the difference was 7e-5 for rank 8 on q_proj and v_proj, 1.6e-4 for rank 32 on all linear layers.
+  merges that gave another model altogether). More than 1e-4 of difference is an error, and nothing is written.
+- Where logits are larger than 10, the rounding of two forward passes in fp32 comes to more by itself (SmolLM2-135M's
+  reach 38, with 1.6e-4 for rank 32 on all linear layers): there the forward passes compared are in fp64. The weights
+  are merged in fp32 all the same.
 - Only then cast, and what the cast costs is measured on the same text.
 - A head that shares the embedding's weights shares them no longer where the adapter has changed one of the two.
 - Written beside and read again before it gets its name: the folder is whole and holds these weights, or is not there.
@@ -29,6 +30,7 @@ from tinylm.models.loading import load_base_config, load_base_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LARGEST_DIFFERENCE = 1e-4
+_LARGE_LOGITS = 10
 
 _PROBE = """The lighthouse was built in 1858 and rises 31 metres above the sea. "Who goes there?" he asked.
 def area(radius: float) -> float:
@@ -106,14 +108,19 @@ def merge_and_compare(adapted: PeftModel, input_ids: Tensor) -> tuple[PreTrained
         ValueError: they are not the same model.
     """
     before = _logits(adapted, input_ids)
+    is_large = before.abs().max().item() > _LARGE_LOGITS
+    if is_large:
+        before = _logits(adapted.double(), input_ids)
+        adapted.float()  # the same weights again
     _untie(adapted.get_base_model())
     model = adapted.merge_and_unload()
-    difference = (before - _logits(model, input_ids)).abs().max().item()
-    limit = LARGEST_DIFFERENCE * max(1.0, before.abs().max().item() / 10)
-    if not difference < limit:  # NaN is not less either
+    after = _logits(model.double() if is_large else model, input_ids)
+    model.float()
+    difference = (before - after).abs().max().item()
+    if not difference < LARGEST_DIFFERENCE:  # NaN is not less either
         raise ValueError(
-            f"The merged model is not the adapter's: the logits differ by up to {difference:.1e}, where fp32 stays "
-            f"under {limit:.1e}. Nothing was written; the adapter itself can be used as it is."
+            f"The merged model is not the adapter's: the logits differ by up to {difference:.1e}, where rounding stays "
+            f"under {LARGEST_DIFFERENCE:.1e}. Nothing was written; the adapter itself can be used as it is."
         )
     return model, difference
 
@@ -133,9 +140,10 @@ def _probe_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenize
 
 
 def _logits(model: PreTrainedModel | PeftModel, input_ids: Tensor) -> Tensor:
-    """Of every position, `[T, V]` in fp32."""
+    """Of every position, `[T, V]` in fp32, or in fp64 of a model in fp64."""
     with torch.no_grad():
-        return model(input_ids=input_ids, use_cache=False).logits[0].float()
+        logits = model(input_ids=input_ids, use_cache=False).logits[0]
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _generation_config(adapter: Path, model: PreTrainedModel) -> GenerationConfig:
