@@ -154,7 +154,7 @@ def test_an_adapter_is_saved_without_the_hub_and_names_its_base(tmp_path, monkey
     named = {"model_name_or_path": str(base), "base_model_id": "our/base"}
     trained_adapter(tmp_path / "run", **named)
     names = {"adapter_config.json", "adapter_model.safetensors", "generation_config.json"}
-    assert {path.name for path in (tmp_path / "run").iterdir()} - {"STATUS", "run.json"} == names
+    assert {path.name for path in (tmp_path / "run").iterdir()} - {"STATUS", "run.json", "timing.jsonl"} == names
     assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["base_model_name_or_path"] == "our/base"
     assert str(tmp_path) not in (tmp_path / "run" / "adapter_config.json").read_text()
     warn_of_local_base(settings(**named))
