@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm.training import callbacks, run_record
 from tinylm.training.launch import Launch
 from tinylm.training.run_record import redact, write_run_json, write_status
-from tinylm.training.trackers import prepare_trackers
+from tinylm.training.trackers import one_wandb_run, prepare_trackers
 
 LAUNCH = Launch(rank=0, world_size=2, backend="gloo", engine="ddp", device="cpu", threads=1)
 
@@ -65,7 +66,7 @@ def test_status_is_one_json_object(tmp_path):
 
 @pytest.fixture
 def wandb_environment(monkeypatch, tmp_path):
-    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_BASE_URL"):
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_RUN_ID"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -89,3 +90,25 @@ def test_wandb_with_a_key_stays_online(wandb_environment, tmp_path):
 def test_a_tracker_that_is_not_installed_is_named(tmp_path):
     with pytest.raises(ImportError, match="pip install trackio"):
         prepare_trackers(["trackio"], str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_run_of_wandb(wandb_environment, tmp_path):
+    """Case S16, offline: the second process is played by finishing the first one's run."""
+    import wandb
+
+    settings = {"report_to": ["wandb"], "save_strategy": "steps", "save_steps": 2}
+    folder = tmp_path / "run"
+    trainer_for(tiny_model(), UnevenRows(), run_arguments(folder, max_steps=2, **settings)).train()
+    first = wandb.run.id
+    wandb.finish()
+    args = run_arguments(folder, **settings)
+    trainer = trainer_for(tiny_model(), UnevenRows(), args)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert wandb.run.id == first == (folder / "wandb_run_id").read_text().strip()
+    wandb.finish()
+    assert {path.name.rpartition("-")[2] for path in (folder / "wandb").glob("offline-run-*")} == {first}
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert "WANDB_RUN_ID" not in run_record.os.environ
+    with one_wandb_run(str(tmp_path / "other"), goes_on=False):
+        assert run_record.os.environ["WANDB_RUN_ID"] not in (first, "")

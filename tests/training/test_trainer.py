@@ -13,9 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.distributed import run_on_ranks
 from tests.training.tiny import VOCAB, UnevenRows, run_arguments, stack, tiny_model, trainer_for
+from tinylm.data.order import GlobalBatches
 from tinylm.evaluation.scoring import scoring_rows
 from tinylm.training import precision
 from tinylm.training.launch import RunStopped
+from tinylm.training.trainer import LanguageModelTrainer
 
 
 def train(tmp_path, *, batch_size, accumulation, dtype, steps=3, rows=None, **settings):
@@ -237,6 +239,23 @@ def test_a_run_that_stays_not_finite_ends_with_its_step_and_keeps_its_checkpoint
     assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
     status = json.loads((tmp_path / "STATUS").read_text())
     assert (status["status"], status["step"]) == ("failed", 5)
+
+
+def test_a_loss_that_is_not_finite_beside_gradients_that_are_is_a_bad_step_and_the_records_are_named(tmp_path):
+    """Case L6."""
+
+    class LossIsNoNumber(LanguageModelTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss + float("inf") if self.state.global_step + 1 >= 3 else loss
+
+    args = run_arguments(tmp_path, max_steps=9, max_bad_steps=2, record_audit=True, per_device_train_batch_size=2)
+    trainer = LossIsNoNumber(model=tiny_model(), args=args, train_dataset=UnevenRows(8), data_collator=stack)
+    batches = GlobalBatches(8, per_rank_batch_size=2, seed=42)
+    ids = ", ".join(map(str, sorted(list(batches)[3])))
+    with pytest.raises(RunStopped, match=rf"2 steps in a row, the last one step 4 \(records {ids}\)"):
+        trainer.train()
+    assert trainer.num_bad_steps == 2
 
 
 def test_steps_that_fail_one_by_one_do_not_end_the_run(tmp_path):

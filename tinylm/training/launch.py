@@ -189,6 +189,15 @@ def gather_over_ranks(values: Sequence[float]) -> list[list[float]]:
     return [flat[rank * width : (rank + 1) * width] for rank in range(world_size)]
 
 
+def lists_of_ranks(values: list[int]) -> list[int]:
+    """Every rank's `values` behind one another, however many each has; every rank has to call it."""
+    if not dist.is_initialized():
+        return values
+    lists: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(lists, values)
+    return [value for each in lists for value in each]
+
+
 def decided_by_rank_zero(value: str | None) -> str | None:
     """What rank 0 passed, on every rank; every rank has to call it."""
     if not dist.is_initialized():

@@ -18,10 +18,11 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import repeat
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainerControl
@@ -38,6 +39,7 @@ from .manifest import write_manifest
 from .phases import Phases
 from .run_record import HOW_TO_GO_ON, write_atomically, write_status
 from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
+from .trackers import one_wandb_run
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class ResumableTrainer(Trainer):
         self._requests: StopRequests | None = None
         self._times = {"step": 0.0, "save": 0.0}  # seconds, the longest so far
         self._step_began = 0.0
+        self._step_loss: Tensor | float = 0.0  # of this rank
+        self.loss_is_finite = True  # in this step, on every rank
         self.phases = Phases(Path(self.args.output_dir), self.args.process_index, self.args.world_size)
 
     # What a subclass adds.
@@ -96,7 +100,9 @@ class ResumableTrainer(Trainer):
             leave_at_once=self.phases.somebody_failed,
             before_dying=lambda: self.write_status("interrupted"),
         )
-        with self.status_is_kept(), self._requests, self.phases:
+        logs_to_wandb = "wandb" in self.args.report_to and self.is_world_process_zero()
+        tracker = one_wandb_run(self.args.output_dir, goes_on=bool(self.steps_done)) if logs_to_wandb else nullcontext()
+        with self.status_is_kept(), self._requests, self.phases, tracker:
             return super().train(resume_from_checkpoint, **kwargs)
 
     @contextmanager
@@ -185,7 +191,7 @@ class ResumableTrainer(Trainer):
     # A step.
 
     def get_batch_samples(self, *args, **kwargs) -> tuple[list, Tensor | int | None]:
-        self._step_began = time.perf_counter()
+        self._step_began, self._step_loss = time.perf_counter(), 0.0
         self.phases.enter("data", self.state.global_step + 1)
         return super().get_batch_samples(*args, **kwargs)
 
@@ -195,7 +201,9 @@ class ResumableTrainer(Trainer):
 
     def training_step(self, *args, **kwargs) -> Tensor:
         self.phases.enter("compute", self.state.global_step + 1)
-        return super().training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
+        self._step_loss = self._step_loss + loss
+        return loss
 
     def compute_loss(self, *args, **kwargs):
         computed = super().compute_loss(*args, **kwargs)
@@ -203,10 +211,11 @@ class ResumableTrainer(Trainer):
         return computed
 
     def _get_grad_norm(self, *args, **kwargs) -> Tensor | float:
-        """Once a step: what does any rank want? The stock method follows."""
+        """Once a step: what does any rank want, and is its loss a number? The stock method follows."""
         self.phases.enter("exchange", self.state.global_step + 1)
-        save, stop = sum_over_ranks(self._requests.wishes())
-        self._wishes = bool(save), bool(stop)
+        is_bad = not torch.isfinite(torch.as_tensor(self._step_loss))
+        save, stop, num_bad = sum_over_ranks([*self._requests.wishes(), is_bad])
+        self._wishes, self.loss_is_finite = (bool(save), bool(stop)), not num_bad
         self.phases.enter("compute", self.state.global_step + 1)
         return super()._get_grad_norm(*args, **kwargs)
 

@@ -3,10 +3,17 @@
 import logging
 import netrc
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+
+from .run_record import write_atomically
 
 logger = logging.getLogger(__name__)
+
+_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME")
 
 
 def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
@@ -26,6 +33,26 @@ def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
             os.environ["WANDB_MODE"] = "offline"
     if "tensorboard" in report_to:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", os.path.join(output_dir, "tensorboard"))
+
+
+@contextmanager
+def one_wandb_run(output_dir: str, *, goes_on: bool) -> Iterator[None]:
+    """While training: W&B's run is the one that `wandb_run_id` in the run's folder names, if the run goes on; a new one
+    is written down there. Where the user names one (`WANDB_RUN_ID`), it is that."""
+    path, before = Path(output_dir, "wandb_run_id"), {name: os.environ.get(name) for name in _RUN_VARIABLES}
+    if goes_on and path.is_file():
+        run_id = path.read_text(encoding="utf-8").strip()
+    else:
+        run_id = os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, run_id + "\n")
+    os.environ.update(zip(_RUN_VARIABLES, (run_id, "allow"), strict=True))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            os.environ.update({} if value is None else {name: value})
 
 
 def _has_wandb_key() -> bool:

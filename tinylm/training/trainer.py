@@ -32,7 +32,7 @@ from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
 from .callbacks import AuditFiles, ProgressLine, StatusFile
-from .launch import RunStopped
+from .launch import RunStopped, lists_of_ranks
 from .loss_meter import LossMeter
 from .record_audit import RecordAudit
 from .resumable import PassedOver, ResumableTrainer
@@ -63,6 +63,7 @@ class LanguageModelTrainer(ResumableTrainer):
         self.add_callback(TimingFile)
         self._loss_shifts_labels = True  # causal models do, also those whose class says nothing of its loss
         self.record_audit: RecordAudit | None = None
+        self.record_ids_of_step: list[int] = []
         self.stream_loader: StreamLoader | None = None
         self.resumed_from: str | None = None
         self.targets_only = TargetsOnly(self.model, args, has_whole_weights=self.engine in ("none", "ddp"))
@@ -145,6 +146,8 @@ class LanguageModelTrainer(ResumableTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
         record_ids, example_ids = inputs.pop("record_ids", None), inputs.pop("example_ids", None)
+        if record_ids is not None:
+            self.record_ids_of_step += record_ids.tolist()
         if self.record_audit is not None:
             self.record_audit.add(self.state.global_step + 1, record_ids.tolist(), example_ids.tolist())
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -166,20 +169,24 @@ class LanguageModelTrainer(ResumableTrainer):
         """Called once a step, after the gradients are the same on all ranks: all ranks judge them alike."""
         norm = super()._get_grad_norm(model, grad_norm)
         scaler = self.accelerator.scaler
-        if torch.isfinite(torch.as_tensor(norm)) or (scaler is not None and scaler.get_scale() >= 1):
-            self.bad_steps_in_a_row = 0  # an overflow under a large fp16 scale is how the scale is found
+        record_ids, self.record_ids_of_step = self.record_ids_of_step, []
+        # An overflow under a large fp16 scale is how the scale is found.
+        gradient_is_well = torch.isfinite(torch.as_tensor(norm)) or (scaler is not None and scaler.get_scale() >= 1)
+        if self.loss_is_finite and gradient_is_well:
+            self.bad_steps_in_a_row = 0
             return norm
         self.num_bad_steps += 1
         self.bad_steps_in_a_row += 1
         step = self.state.global_step + 1
-        logger.warning("Step %d: the gradient is not finite; the weights stay as they are.", step)
+        logger.warning("Step %d: loss or gradient is not finite; the weights stay as they are.", step)
         if scaler is None:
             self.optimizer.zero_grad(set_to_none=True)  # AdamW leaves weights without a gradient alone
         if self.bad_steps_in_a_row >= self.args.max_bad_steps:
+            ids = ", ".join(map(str, sorted(lists_of_ranks(record_ids))))
             raise RunStopped(
                 f"Loss or gradient were not finite in {self.bad_steps_in_a_row} steps in a row, the last one step"
-                f" {step}. No weight was changed by them. Lower `--learning_rate`, or look at the data of these steps;"
-                " the last checkpoint is still good."
+                f" {step}{f' (records {ids})' if ids else ''}. No weight was changed by them. Lower `--learning_rate`,"
+                " or look at the data of these steps; the last checkpoint is still good."
             )
         return norm
 
