@@ -33,16 +33,16 @@ demo-finetune: .venv/smollm2
 	$(BIN)/accelerate launch recipes/finetune_qwen.py --config recipes/configs/finetune_qwen/smollm2_demo.yaml $(ARGS)
 	test -d runs/finetune/demo-merged || $(BIN)/tinylm merge runs/finetune/demo runs/finetune/demo-merged
 
-test: .venv/installed
+test: .venv/smollm2
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: .venv/installed
+test-slow: .venv/smollm2
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 style: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-bench: .venv/installed
+bench: .venv/smollm2
 	$(BIN)/python recipes/bench_training.py $(ARGS)
 
 # make bench-ddp NPROC=4 STEPS=50: the ranks, and the measured steps of each configuration.

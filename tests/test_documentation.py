@@ -7,16 +7,27 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import tinylm.models  # noqa: F401
+from tests.data.chats import answer, question
 from tests.distributed import ROOT
+from tests.inspection.test_audit import write_audit
+from tests.models.gguf_files import save_base
 from tests.recipes.running import run_here
 from tests.training.tiny import tiny_model
+from tinylm import cli
+from tinylm.publish.merge import merge_adapter
 from tinylm.tokenizers.sentencepiece_bpe import train_sentencepiece
 
-PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", ROOT / "accelerate_configs" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "recipes" / "README.md",
+    ROOT / "accelerate_configs" / "README.md",
+    ROOT / "tinylm" / "ddp" / "README.md",
+]
 RUN_FILES = sorted((ROOT / "recipes" / "configs").glob("*/*.yaml"))
-COMMAND = re.compile(r"(?:^ {4}|`|^# )((?:accelerate launch|python recipes/|make |tinylm )[^`\n]+)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^ {4}|`|^# )((?:accelerate launch|python recipes/|make |tinylm )[^`\n#]+)", re.MULTILINE)
 
 
 def shown_commands() -> list[str]:
@@ -31,7 +42,7 @@ COMMANDS = shown_commands()
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    """A folder with a text, a tokenizer, an architecture and a model."""
+    """A folder with a text, a tokenizer, an architecture, a model, and conversations with a base model for them."""
     folder = tmp_path_factory.mktemp("tiny")
     documents = [f"document {number} tells of {number * number} things\n" * 5 for number in range(40)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -39,6 +50,9 @@ def tiny(tmp_path_factory) -> Path:
     model.save_pretrained(folder / "model")
     (folder / "config.json").write_text((folder / "model" / "config.json").read_text())
     train_sentencepiece(documents, folder / "model", vocab_size=300)
+    save_base(folder / "base")
+    rows = [{"messages": [question(f"What is {n}?"), answer(f"It is {n * n}.")]} for n in range(43)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -54,6 +68,12 @@ def small(recipe: str, tiny: Path, tmp_path: Path) -> list[object]:
         ],
         "train_tokenizer": [*text, *out, "--vocab_size", 300],
         "prepare_corpus": [*text, *out, *tokenizer, "--num_proc", 1],
+        "finetune_qwen": [
+            *("--model_name_or_path", tiny / "base", "--data_files", tiny / "chats.jsonl", *out, "--max_steps", 1),
+            *("--data_shape", "messages", "--streaming", "false", "--max_length", 200, "--row_tokens", 400),
+            *("--warmup_steps", 0, "--eval_strategy", "no", "--precision", "fp32", "--use_cpu", "true"),
+            *("--max_eval_examples", 2, "--gradient_accumulation_steps", 1),
+        ],
         "evaluate_lm": [*text, "--model_name_or_path", tiny / "model", "--output_file", tmp_path / "scores.json"],
     }[recipe]
 
@@ -64,7 +84,7 @@ def test_the_documentation_shows_commands():
 
 
 @pytest.mark.parametrize(
-    "command", [command for command in COMMANDS if "recipes/" in command and "bench" not in command]
+    "command", [command for command in COMMANDS if re.search(r"recipes/\w+\.py", command) and "bench" not in command]
 )
 def test_a_shown_recipe_runs(command, tiny, tmp_path, monkeypatch):
     words = shlex.split(command)
@@ -73,9 +93,44 @@ def test_a_shown_recipe_runs(command, tiny, tmp_path, monkeypatch):
     place = next(number for number, word in enumerate(words) if word.startswith("recipes/"))
     recipe = Path(words[place]).stem
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("tinylm.inspection.before_after._NEW_TOKENS", 8)
     flags = [*words[place + 1 :], *small(recipe, tiny, tmp_path)]
     assert run_here(monkeypatch, recipe, *flags) == 0
     assert any(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to work in, with the runs that the documentation has made before, small."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    flags = [*small("finetune_qwen", tiny, folder), "--output_dir", folder / "runs" / "finetune" / "demo"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr("tinylm.inspection.before_after._NEW_TOKENS", 8)
+        assert run_here(patch, "finetune_qwen", *flags) == 0
+    merge_adapter(folder / "runs" / "finetune" / "demo", folder / "runs" / "finetune" / "merged")
+    (folder / "runs" / "tiny").mkdir()
+    write_audit(folder / "runs" / "tiny")
+    return folder
+
+
+TINYLM_COMMANDS = [command for command in COMMANDS if command.startswith("tinylm ")]
+
+
+@pytest.mark.parametrize("command", TINYLM_COMMANDS)
+def test_a_shown_command_of_tinylm_works(command, tiny, runs, tmp_path, monkeypatch):
+    words = shlex.split(command)[1:]
+    if words[0] == "merge":
+        words[2] = str(tmp_path / "merged")  # what it names is there already
+    if words[0] == "preview":
+        words += ["--model_name_or_path", str(tiny / "base")]
+    if words[0] == "chat":
+        words += ["--prompt", "What is 3?", "--max_new_tokens", "3"]
+    monkeypatch.chdir(runs)
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    assert result.output
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
