@@ -15,7 +15,7 @@ from tests.distributed import ROOT
 from tests.inspection.test_audit import write_audit
 from tests.models.gguf_files import save_base
 from tests.recipes.running import run_here
-from tests.training.tiny import tiny_model
+from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm import cli
 from tinylm.publish.merge import merge_adapter
 from tinylm.tokenizers.sentencepiece_bpe import train_sentencepiece
@@ -104,14 +104,17 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to work in, with the runs that the documentation has made before, small."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    flags = [*small("finetune_qwen", tiny, folder), "--output_dir", folder / "runs" / "finetune" / "demo"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr("tinylm.inspection.before_after._NEW_TOKENS", 8)
-        assert run_here(patch, "finetune_qwen", *flags) == 0
+        for recipe, run in [("finetune_qwen", "finetune/demo"), ("pretrain_tlm", "demo/tlm")]:
+            flags = [*small(recipe, tiny, folder), "--output_dir", folder / "runs" / run]
+            assert run_here(patch, recipe, *flags, "--save_strategy", "steps", "--save_steps", 1) == 0
     merge_adapter(folder / "runs" / "finetune" / "demo", folder / "runs" / "finetune" / "merged")
     (folder / "runs" / "tiny").mkdir()
     write_audit(folder / "runs" / "tiny")
+    args = run_arguments(folder / "runs" / "demo" / "tlm", max_steps=1, save_strategy="steps")
+    trainer_for(tiny_model(), UnevenRows(), args).train()
     return folder
 
 
