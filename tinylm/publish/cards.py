@@ -1,10 +1,18 @@
-"""The card of a run: a README.md that the Hub understands, written from what the run recorded."""
+"""The card of a run: a README.md that the Hub understands, written from what the run recorded.
+
+The choices:
+- The licence of the data is in the metadata, because a model trained on it inherits it: that of the data which this
+  kit's run files name is known, that of other data is for the user to tell (`tinylm push --data_license`).
+- Files are called by their names, without their folders.
+"""
 
 import json
 import re
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
+
+from .contents import is_hub_id, without_folders
 
 _CARD = """---
 {metadata}
@@ -21,9 +29,8 @@ _CARD = """---
 | validation, perplexity | {eval_perplexity:.2f} |
 | scored | {eval_num_documents:,} documents, {eval_num_tokens:,} tokens, {eval_num_bytes:,} bytes |
 | tokens read in training | {num_tokens:,} |
-| precision, engine, ranks | {precision}, {engine}, {world_size} |
-| hardware | {hardware} |
-| commit | {commit} |
+{settings}
+| licence of the data | {license} |
 
 ![loss](loss.png)
 
@@ -53,75 +60,118 @@ _FINETUNED_CARD = """---
 | held out, targets | {eval_num_tokens:,} |
 | trained | {trained:,} of {total:,} parameters |
 | adapter | {adapter} |
-| learning rate, schedule | {learning_rate:g}, {lr_scheduler_type} |
-| steps, rows a step | {steps:,}, {global_batch_size} |
 | tokens read in training, trained on | {num_tokens_read:,}, {num_tokens_trained:,} |
-| precision, engine, ranks | {precision}, {engine}, {world_size} |
-| hardware | {hardware} |
-| commit | {commit} |
+{settings}
+| licence of the data | {license} |
 
 ![loss](loss.png)
 
+```python
+{code}
+```
+
 `tinylm chat {name}` talks to it.
 """
+
+_SETTINGS = """| learning rate, schedule | {learning_rate:g}, {lr_scheduler_type} |
+| steps, rows a step | {steps:,}, {global_batch_size} |
+| precision, engine, ranks | {precision}, {engine}, {world_size} |
+| hardware | {hardware} |
+| commit | {commit} |"""
+
+_USE_ADAPTER = """from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("{name}")"""
+
+_USE_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")"""
+
+_LICENSES_OF_DATA = {
+    "`sample`": "cc-by-sa-3.0",
+    "`wikimedia/wikipedia,": "cc-by-sa-3.0",
+    "`HuggingFaceTB/smol-smoltalk,": "apache-2.0",
+}
+LICENSE_UNKNOWN = "not recorded"
 
 
 def write_card(folder: str | Path, *, data_license: str | None = None) -> None:
     """`README.md` of a run's folder, from its `run.json`, `all_results.json`, `config.json` or `adapter_config.json`.
 
     Args:
-        data_license: the Hub's name of the data's licence, which a model trained on it inherits, such as cc-by-sa-3.0.
+        data_license: the Hub's name of the data's licence, such as cc-by-sa-3.0; unset: as known of the run's data.
     """
     folder = Path(folder)
-    run, results = (
-        json.loads((folder / name).read_text(encoding="utf-8")) for name in ("run.json", "all_results.json")
+    run, results, state = (
+        json.loads((folder / name).read_text(encoding="utf-8"))
+        for name in ("run.json", "all_results.json", "trainer_state.json")
     )
-    run["data_source"] = re.sub(r"`[^`]*/([^`/]+)`", r"`\1`", run["data_source"])  # no folder of this machine
+    metadata = {
+        "license": data_license or license_of(run["data_source"]),
+        "datasets": _hub_datasets(run["data_source"]),
+        "pipeline_tag": "text-generation",
+    }
+    facts = {
+        **{**run, **run["training"], **results},
+        "name": folder.resolve().name,
+        "steps": state["global_step"],
+        "data_source": without_folders(run["data_source"]),
+        "license": metadata["license"] or LICENSE_UNKNOWN,
+    }
+    facts["settings"] = _SETTINGS.format(**facts)
     card = _finetuned_card if "base_model" in run else _pretrained_card
-    (folder / "README.md").write_text(card(folder, run, results, data_license), encoding="utf-8")
+    (folder / "README.md").write_text(card(folder, facts, metadata), encoding="utf-8")
 
 
-def _pretrained_card(folder: Path, run: dict, results: dict, data_license: str | None) -> str:
+def license_of(data_source: str) -> str | None:
+    """The Hub's name of the licence of data by its description; None where it is not known."""
+    return next((license for name, license in _LICENSES_OF_DATA.items() if name in data_source), None)
+
+
+def _hub_datasets(data_source: str) -> list[str] | None:
+    """Names of the Hub in a description of data, which has them with their split."""
+    return re.findall(r"`([\w.-]+/[\w.-]+)(?:, [^`]*)?, split [^`]*`", data_source) or None
+
+
+def _pretrained_card(folder: Path, facts: dict, metadata: dict) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    metadata = ModelCardData(
-        license=data_license, library_name="transformers", pipeline_tag="text-generation", tags=["tinylm"]
-    )
     return _CARD.format(
-        **{**run, **results},
-        metadata=metadata.to_yaml(),
-        name=folder.resolve().name,
-        parameters_total=run["parameters"]["total"],
-        num_tokens=results["num_tokens_read"],
+        **facts,
+        metadata=ModelCardData(library_name="transformers", tags=["tinylm"], **metadata).to_yaml(),
+        parameters_total=facts["parameters"]["total"],
+        num_tokens=facts["num_tokens_read"],
         trust=", trust_remote_code=True" if "auto_map" in config else "",
     )
 
 
-def _finetuned_card(folder: Path, run: dict, results: dict, data_license: str | None) -> str:
-    base = run["base_model_id"]
-    is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).exists()
+def _finetuned_card(folder: Path, facts: dict, metadata: dict) -> str:
+    base = facts["base_model_id"]
     path = folder / "adapter_config.json"
     adapter = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    metadata = ModelCardData(
-        license=data_license,
-        base_model=base if is_on_hub else None,
-        library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=["tinylm", "lora"] if adapter else ["tinylm"],
-    )
-    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-    before = results.get("before_eval_loss")
+    metadata = {
+        **metadata,
+        "base_model": base if is_hub_id(base) else None,
+        "library_name": "peft" if adapter else "transformers",
+        "tags": ["tinylm", "lora"] if adapter else ["tinylm"],
+    }
+    before = facts.get("before_eval_loss")
     return _FINETUNED_CARD.format(
-        **{**run, **results, **run["training"]},
-        metadata=metadata.to_yaml(),
-        name=folder.resolve().name,
+        **facts,
+        metadata=ModelCardData(**metadata).to_yaml(),
         what="An adapter" if adapter else "A version",
-        base=f"`{base}`" if is_on_hub else f"the local model `{Path(base).name}`",
+        base=f"`{base}`" if is_hub_id(base) else local_base(base),
         before="not measured" if before is None else f"{before:.4f}",
-        trained=run["parameters"]["trainable"],
-        total=run["parameters"]["total"],
+        trained=facts["parameters"]["trainable"],
+        total=facts["parameters"]["total"],
         adapter=_adapter_in_words(adapter) if adapter else "none, all weights",
-        steps=state["global_step"],
+        code=(_USE_ADAPTER if adapter else _USE_MODEL).format(**facts),
     )
+
+
+def local_base(base: str) -> str:
+    """How a card calls a base model that has no name on the Hub."""
+    return f"the local model `{Path(base).name}`"
 
 
 def _adapter_in_words(adapter: dict) -> str:
