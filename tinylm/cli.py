@@ -100,6 +100,29 @@ def merge(
     typer.echo(f"Written to {out}; talk to it: tinylm chat {out}")
 
 
+@app.command(epilog="Example: tinylm push runs/tlm --repo_id me/tlm")
+def push(
+    folder: Annotated[Path, typer.Argument(help="A run, a model, an adapter, a tokenizer or a prepared corpus.")],
+    repo_id: Annotated[str, typer.Option("--repo_id", help="name (your own), me/name or organisation/name.")],
+    public: Annotated[bool, typer.Option("--public", help="For everybody to see; private otherwise.")] = False,
+    base_model_id: Annotated[
+        str | None, typer.Option("--base_model_id", help="The Hub's name of an adapter's base that was a local folder.")
+    ] = None,
+    data_license: Annotated[
+        str | None, typer.Option("--data_license", help="Licence of the data for the card, such as cc-by-sa-4.0.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what somebody else, or another run, put there.")
+    ] = False,
+) -> None:
+    """Send a result to the Hub, private by default, with the token of HF_TOKEN or `hf auth login`."""
+    _quieten()
+    from tinylm.publish.push import push_folder
+
+    settings = {"private": not public, "base_model_id": base_model_id, "data_license": data_license}
+    typer.echo(push_folder(folder, repo_id, overwrite=overwrite, **settings))
+
+
 @app.command(epilog='Example: tinylm generate runs/tlm --prompt "The history of" --num_samples 3')
 def generate(
     model: ModelName,
