@@ -84,6 +84,19 @@ def preview(
     typer.echo(preview_run(config, flags.args))
 
 
+@app.command(epilog="Example: tinylm report runs/demo/tlm runs/wikipedia/streamed --output_dir report")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="The folders of one or more runs, finished or not.")],
+    output_dir: Annotated[
+        Path | None, typer.Option("--output_dir", help="By default the folder `report` of the first run.")
+    ] = None,
+) -> None:
+    """Draw losses, learning rate, gradient norm and throughput of runs, with a table in report.md. No tracker."""
+    from tinylm.inspection.report import write_report
+
+    typer.echo(f"Written to {write_report(runs, output_dir)}")
+
+
 @app.command(epilog="Example: tinylm merge runs/qwen runs/qwen-merged --dtype bfloat16")
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The folder of a LoRA adapter.")],
