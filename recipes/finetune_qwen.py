@@ -12,12 +12,14 @@ from tinylm.inspection.before_after import BeforeAfter
 from tinylm.inspection.preview import preview_examples
 from tinylm.models.loading import check_quantization, load_base_config, load_base_model
 from tinylm.publish.cards import write_card
+from tinylm.publish.preflight import destination_of_run
+from tinylm.publish.push import push_finished
 from tinylm.training.arguments import parse_arguments
 from tinylm.training.chat_corpus import load_chat_tokenizer, open_chat_corpus
 from tinylm.training.checkpoints import check_room, checkpoint_to_resume, is_done
 from tinylm.training.end_tokens import align_end_tokens, mend_generation_config
 from tinylm.training.finetune_arguments import ChatArguments, FinetuneArguments, LoraArguments
-from tinylm.training.launch import run_recipe, start
+from tinylm.training.launch import rank_zero_first, run_recipe, start
 from tinylm.training.lora import base_dtype, base_name, base_place, plan_training, trainable_model, warn_of_local_base
 from tinylm.training.run_folder import begin_run, finish_run
 from tinylm.training.trainer import LanguageModelTrainer
@@ -32,6 +34,7 @@ def main() -> None:
     if is_done(checkpoint, run):
         print(f"The run in {run.output_dir} is finished. `--max_steps` or `--num_train_epochs` would take it further.")
         return
+    destination = destination_of_run(run, launch.rank, adapted_model=None if lora.full else base_name(lora))
     check_quantization(lora.model_name_or_path, lora.quantization)
     config = load_base_config(lora.model_name_or_path)
     check_room(run.output_dir, plan_training(config, lora))
@@ -66,6 +69,9 @@ def main() -> None:
     if trainer.is_world_process_zero():
         write_card(run.output_dir)
         print(answers.compared(metrics))
+    with rank_zero_first("push"):
+        if destination is not None:
+            push_finished(run.output_dir, destination)
 
 
 if __name__ == "__main__":

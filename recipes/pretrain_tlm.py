@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM, set_seed
 import tinylm.models  # noqa: F401  (registers the Auto classes)
 from tinylm.generation import generate_text
 from tinylm.publish.cards import write_card
+from tinylm.publish.preflight import destination_of_run
+from tinylm.publish.push import push_finished
 from tinylm.training.arguments import DataArguments, ModelArguments, RunArguments, parse_arguments
 from tinylm.training.checkpoints import check_space, checkpoint_to_resume, is_done
 from tinylm.training.corpus import load_config, open_corpus
-from tinylm.training.launch import run_recipe, start
+from tinylm.training.launch import rank_zero_first, run_recipe, start
 from tinylm.training.run_folder import begin_run, finish_run
 from tinylm.training.trainer import LanguageModelTrainer
 
@@ -28,6 +30,7 @@ def main() -> None:
     if is_done(checkpoint, run):
         print(f"The run in {run.output_dir} is finished. `--max_steps` or `--num_train_epochs` would take it further.")
         return
+    destination = destination_of_run(run, launch.rank)
     config = load_config(model_args.config_name)
     check_space(run.output_dir, config)
     corpus = open_corpus(data, run, config, model_args.tokenizer_name_or_path)
@@ -56,6 +59,9 @@ def main() -> None:
         }
         for text in generate_text(trainer.model, corpus.tokenizer, run.sample_prompts, **settings):
             print(f"--- sample\n{text}")
+    with rank_zero_first("push"):
+        if destination is not None:
+            push_finished(run.output_dir, destination)
 
 
 if __name__ == "__main__":

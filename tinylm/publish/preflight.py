@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
 from transformers import TrainingArguments
 
+from .contents import is_hub_id
 from .hub_calls import LOG_IN, patiently
 
 logger = logging.getLogger(__name__)
@@ -95,13 +96,17 @@ def check_destination(
     return Destination(repo_id, repo_type, bool(info.private), user, token, endpoint)
 
 
-def destination_of_run(args: TrainingArguments, rank: int) -> Destination | None:
+def destination_of_run(args: TrainingArguments, rank: int, *, adapted_model: str | None = None) -> Destination | None:
     """Where a run's result is to be pushed, checked by rank 0; None on other ranks, and where no push is asked for.
 
     The Trainer's own push is switched off: it would send the whole folder with every log and checkpoint, publicly.
 
+    Args:
+        adapted_model: what an adapter is going to call its base.
+
     Raises:
-        ValueError, ConnectionError: as `check_destination`; or checkpoints are to be pushed.
+        ValueError, ConnectionError: as `check_destination`; or checkpoints are to be pushed, or an adapter whose base
+            has no name on the Hub (case E3).
     """
     if not args.push_to_hub:
         return None
@@ -110,6 +115,11 @@ def destination_of_run(args: TrainingArguments, rank: int) -> Destination | None
         raise ValueError(
             "A run pushes its result once, at its end, to the main branch; `hub_strategy` is"
             f" `{args.hub_strategy.value}` and `hub_revision` {args.hub_revision}. Leave both out."
+        )
+    if adapted_model is not None and not is_hub_id(adapted_model):
+        raise ValueError(
+            f"The adapter would call its base model `{adapted_model}`, which means nothing on another machine, and"
+            " could not be pushed. Set `--base_model_id` to the base's name on the Hub."
         )
     if rank != 0:
         return None
