@@ -7,6 +7,7 @@ and exit with 0. `start` compares what was asked for with what is there and refu
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,6 +220,29 @@ def show_progress_of_rank_zero() -> None:
         package.propagate = False
 
 
+def _meet_anew_after_restart() -> None:
+    """Gives restarted ranks a store of their own: in the launcher's, which `accelerate launch` keeps, they would find
+    the addresses of the ranks that died."""
+    if not is_restarted() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    host, key = os.environ["MASTER_ADDR"], f"tinylm/port-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    store = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False)
+    if os.environ["RANK"] == "0":
+        with socket.socket() as free:
+            free.bind(("", 0))
+            store.set(key, str(free.getsockname()[1]))
+    os.environ |= {"MASTER_PORT": store.get(key).decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def _end_launcher_that_would_restart() -> None:
+    """A launcher with restarts left takes any exit code but 0 for a failure: it is told to stop, as if by hand."""
+    restarts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+    if restarts_left > 0 and os.environ["LOCAL_RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
 def _leave_together() -> None:
     if dist.is_initialized():
         dist.barrier()  # rank 0 writes last: no launcher ends the others, or the group, before it is done
@@ -231,6 +255,7 @@ def run_recipe(main: Callable[[], None]) -> None:
     A run that was stopped on purpose ends with exit code 85, `NOT_FINISHED`.
     """
     die_with_launcher()
+    _meet_anew_after_restart()
     show_progress_of_rank_zero()
     transformers.utils.logging.disable_progress_bar()  # a bar a saved file says nothing, and fills log files
     with_traceback = "--traceback" in sys.argv
@@ -242,6 +267,7 @@ def run_recipe(main: Callable[[], None]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it as soon as one rank has left
         logging.getLogger("tinylm").info("%s", interrupted)
         _leave_together()
+        _end_launcher_that_would_restart()
         sys.exit(NOT_FINISHED)
     except (ValueError, OSError, ImportError, RunStopped) as error:
         if with_traceback:

@@ -23,6 +23,7 @@ from itertools import repeat
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainerControl
@@ -87,6 +88,8 @@ class ResumableTrainer(Trainer):
             RunStopped: another rank failed; which one, and where.
         """
         folder = Path(self.args.output_dir)
+        if dist.is_initialized():  # `TrainingArguments` hands it on to groups of GPUs only
+            dist.distributed_c10d._set_pg_timeout(self.args.ddp_timeout_delta)
         if self.is_world_process_zero():
             remove_leftovers(folder)
         self.steps_done = 0
