@@ -34,7 +34,7 @@ demo-finetune: .venv/smollm2
 	test -d runs/finetune/demo-merged || $(BIN)/tinylm merge runs/finetune/demo runs/finetune/demo-merged
 
 test: .venv/smollm2
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
 test-slow: .venv/smollm2
 	$(BIN)/python -m pytest -m slow $(ARGS)
