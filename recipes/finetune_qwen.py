@@ -19,6 +19,7 @@ from tinylm.training.chat_corpus import load_chat_tokenizer, open_chat_corpus
 from tinylm.training.checkpoints import check_room, checkpoint_to_resume, is_done
 from tinylm.training.end_tokens import align_end_tokens, mend_generation_config
 from tinylm.training.finetune_arguments import ChatArguments, FinetuneArguments, LoraArguments
+from tinylm.training.isolation import check_examples_are_kept_apart
 from tinylm.training.launch import rank_zero_first, run_recipe, start
 from tinylm.training.lora import base_dtype, base_name, base_place, plan_training, trainable_model, warn_of_local_base
 from tinylm.training.run_folder import begin_run, finish_run
@@ -52,6 +53,8 @@ def main() -> None:
     )
     mend_generation_config(base)
     align_end_tokens(base, corpus.tokenizer, corpus.end_of_turn)
+    if chat.packing:
+        check_examples_are_kept_apart(base, "Set `--packing false`.")
     run.eval_on_start = checkpoint is None
     trainer = LanguageModelTrainer(
         model=trainable_model(base, lora),

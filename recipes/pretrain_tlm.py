@@ -16,6 +16,7 @@ from tinylm.publish.push import push_finished
 from tinylm.training.arguments import DataArguments, ModelArguments, RunArguments, parse_arguments
 from tinylm.training.checkpoints import check_space, checkpoint_to_resume, is_done
 from tinylm.training.corpus import load_config, open_corpus
+from tinylm.training.isolation import check_examples_are_kept_apart
 from tinylm.training.launch import rank_zero_first, run_recipe, start
 from tinylm.training.run_folder import begin_run, finish_run
 from tinylm.training.trainer import LanguageModelTrainer
@@ -37,6 +38,8 @@ def main() -> None:
 
     set_seed(run.seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=model_args.attn_implementation)
+    if data.document_mask:
+        check_examples_are_kept_apart(model, "Leave `--document_mask` out, or choose another architecture.")
     model.train()
     trainer = LanguageModelTrainer(
         model=model,

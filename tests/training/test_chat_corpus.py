@@ -60,6 +60,22 @@ def test_at_least_one_conversation_is_held_out(tmp_path):
         corpus(tmp_path, data_files=[write(tmp_path / "b.jsonl", rows[:1])])
 
 
+def test_an_empty_line_or_a_broken_row_at_the_end_is_not_what_is_held_out(tmp_path):
+    rows = [row for row in ROWS if not is_row_held_out(row, "messages")][:3]
+    path = Path(write(tmp_path / "a.jsonl", rows))
+    path.write_text(path.read_text() + json.dumps({"messages": []}) + "\n\n")
+    found = corpus(tmp_path, data_files=[str(path)], packing=False, skip_bad_rows=True)
+    assert (len(found.train_dataset), len(found.eval_rows)) == (2, 1)
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_not_asked(tmp_path):
+    rows = [{"messages": [question("long " * 60), answer("yes")]}, *ROWS[:3]]
+    named = [write(tmp_path / "b.jsonl", rows)]
+    files = {"data_files": [write(tmp_path / "a.jsonl", ROWS[5:])], "eval_data_files": named}
+    asked = corpus(tmp_path, **files, packing=False, max_length=300).prompts
+    assert [prompt[-1]["content"] for prompt in asked] == ["What is 0?", "What is 1?", "What is 2?"]
+
+
 def test_files_that_are_named_are_held_out_and_all_others_trained(tmp_path):
     named = [write(tmp_path / "b.jsonl", ROWS[:5])]
     files = {"data_files": [write(tmp_path / "a.jsonl", ROWS[5:])], "eval_data_files": named}

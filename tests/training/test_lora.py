@@ -185,6 +185,7 @@ def test_training_goes_on_with_an_adapter(tmp_path) -> None:
 
 def test_an_adapter_of_another_base_is_refused(tmp_path) -> None:
     trained_adapter(tmp_path / "run", model_name_or_path="our/first", steps=1)
+    (tmp_path / "run.json").write_text("{}")  # of a pretraining run, which has no base
     other = {"adapter_name_or_path": str(tmp_path / "run"), "model_name_or_path": "our/second"}
     with pytest.raises(
         ValueError, match=r"trained on `our/first`, and the base model is `our/second`.*--base_model_id"

@@ -7,22 +7,30 @@ from dataclasses import replace
 from itertools import islice
 
 from datasets import Dataset
+from jinja2 import TemplateError
 
-from tinylm.data.chat_format import Message, answer_indices
+from tinylm.data.chat_encoder import ChatEncoder
+from tinylm.data.chat_format import Message, UnstableTemplateError, answer_indices
 from tinylm.data.chat_records import BrokenRuleError, conversation_of
 from tinylm.data.conversations import ROW_NUMBER, ChatRows
 from tinylm.data.splits import is_held_out
 
 
-def first_prompts(chat_rows: ChatRows, num_prompts: int) -> list[list[Message]]:
-    """The first conversations up to their first answer that is learned; none of plain text."""
+def first_prompts(chat_rows: ChatRows, num_prompts: int, encoder: ChatEncoder) -> list[list[Message]]:
+    """The first conversations up to their first answer that is learned; none of plain text.
+
+    Left out are those that the encoder refuses, and those that take more than half of its `max_length`: they have to
+    leave room for an answer.
+    """
     prompts: list[list[Message]] = []
     for row in chat_rows.rows:
-        with suppress(BrokenRuleError):
-            conversation = conversation_of(row, chat_rows.shape)
+        with suppress(BrokenRuleError, TemplateError, UnstableTemplateError):
+            conversation = conversation_of(row, chat_rows.shape, is_plain=encoder.is_plain)
             if conversation and conversation.messages:
                 end = conversation.num_context or answer_indices(conversation.messages)[0]
-                prompts.append(conversation.messages[:end])
+                prompt = conversation.messages[:end]
+                if len(encoder.prompt_ids(prompt)) <= encoder.max_length // 2:
+                    prompts.append(prompt)
         if len(prompts) == num_prompts:
             break
     return prompts
@@ -32,7 +40,7 @@ def split_rows(chat_rows: ChatRows, max_held_out: int) -> tuple[ChatRows, ChatRo
     """Training rows and held-out rows, at least one of each, of rows that are no stream.
 
     At most `max_held_out` are returned; the others that the hash picks are neither here nor there. Where it picks none,
-    the last row is held out.
+    the last conversation is held out.
 
     Raises:
         ValueError: fewer than two rows.
@@ -45,9 +53,18 @@ def split_rows(chat_rows: ChatRows, max_held_out: int) -> tuple[ChatRows, ChatRo
         )
     picked = [index for index, row in enumerate(rows) if is_row_held_out(row, chat_rows.shape)]
     if not 0 < len(picked) < len(rows):
-        picked = [len(rows) - 1]
+        picked = [_last_conversation(chat_rows)]
     kept = sorted(set(range(len(rows))) - set(picked))
     return replace(chat_rows, rows=rows.select(kept)), replace(chat_rows, rows=rows.select(picked[:max_held_out]))
+
+
+def _last_conversation(chat_rows: ChatRows) -> int:
+    """The last row that is neither broken nor an empty line; of broken rows alone, which are named later, the last."""
+    for index in range(len(chat_rows.rows) - 1, -1, -1):
+        with suppress(BrokenRuleError):
+            if conversation_of(chat_rows.rows[index], chat_rows.shape) is not None:
+                return index
+    return len(chat_rows.rows) - 1
 
 
 def held_out_of_stream(chat_rows: ChatRows, max_held_out: int) -> ChatRows:

@@ -101,7 +101,7 @@ def open_chat_corpus(
         eval_rows=eval_rows,
         collate=join_rows if chat.packing else PadExamples.for_tokenizer(tokenizer),
         previewed=examples or eval_rows,
-        prompts=first_prompts(held_out, _NUM_PROMPTS),
+        prompts=first_prompts(held_out, _NUM_PROMPTS, encoder),
     )
 
 

@@ -234,7 +234,7 @@ def _check_same_base(settings: LoraConfig, lora: LoraArguments) -> None:
     for path in (Path(lora.adapter_name_or_path, "run.json"), Path(lora.adapter_name_or_path).parent / "run.json"):
         if path.is_file():
             theirs.add(json.loads(path.read_text(encoding="utf-8")).get("base_model"))
-    if theirs & {lora.base_model_id, lora.model_name_or_path, base_place(lora)}:
+    if (theirs - {None}) & {lora.base_model_id, lora.model_name_or_path, base_place(lora)}:
         return
     raise ValueError(
         f"The adapter `{lora.adapter_name_or_path}` was trained on `{settings.base_model_name_or_path}`, and the base"
