@@ -4,12 +4,13 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import modeling_utils
+from transformers import TrainerCallback, modeling_utils
 
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm.training import checkpoints
@@ -25,6 +26,7 @@ from tinylm.training.checkpoints import (
 from tinylm.training.launch import RunStopped
 from tinylm.training.manifest import write_manifest
 from tinylm.training.run_record import read_status, write_status
+from tinylm.training.timing import TIMING_NAME
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +146,25 @@ def fails_at(function: Callable, call: int, error: type[Exception], *reason: obj
 
 
 FULL = (OSError, 28, "No space left on device")
-WRITES = {  # what is called, which of its calls in a run, and how it fails
+WRITES = {  # what is called, which of its calls after the first step has begun, and how it fails
     "torch.save": (torch, "save", [1, 2, 3], (RuntimeError, "PytorchStreamWriter failed writing file")),
     "safetensors": (modeling_utils, "safe_save_file", [1], (SafetensorError, "I/O error: No space left on device")),
     "fsync": (os, "fsync", [1, 4, 10], FULL),
     "mkdir": (Path, "mkdir", [1], (OSError, 30, "Read-only file system")),
-    "write_text": (Path, "write_text", [2, 3], FULL),
+    "write_text": (Path, "write_text", [1, 2], FULL),
     "rename": (Path, "rename", [1], (OSError, 13, "Permission denied")),
 }
+
+
+class OnceTraining(TrainerCallback):
+    """Does something when the first step begins."""
+
+    def __init__(self, what: Callable[[], None]) -> None:
+        self.what = what
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.what()
+        self.what = lambda: None
 
 
 @pytest.mark.parametrize("what", WRITES)
@@ -166,9 +179,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_says_why(what, t
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()}
     for call in calls:
         args = run_arguments(tmp_path, save_strategy="steps", save_steps=4, save_total_limit=1)
-        trainer = trainer_for(tiny_model(), UnevenRows(), args)
         with monkeypatch.context() as patched:
-            patched.setattr(place, name, fails_at(getattr(place, name), call, *error))
+            fail = partial(patched.setattr, place, name, fails_at(getattr(place, name), call, *error))
+            trainer = trainer_for(tiny_model(), UnevenRows(), args, callbacks=[OnceTraining(fail)])
             with pytest.raises(
                 RunStopped, match=r"checkpoint-4` could not be written: .*--resume_from_checkpoint auto"
             ):
@@ -205,7 +218,7 @@ def test_what_a_kill_leaves_is_deleted_when_the_next_run_begins(tmp_path):
     (tmp_path / ".old-checkpoint-1").mkdir()
     (tmp_path / ".STATUS.being-written-77").write_text("")
     trainer_for(tiny_model(), UnevenRows(), args).train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["STATUS", "checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["STATUS", "checkpoint-4", TIMING_NAME]
 
 
 def test_a_checkpoint_takes_the_place_of_one_of_its_name(tmp_path):
@@ -240,3 +253,14 @@ def test_a_restart_by_the_launcher_goes_on_with_this_launch_and_no_other(run_fol
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     with pytest.raises(FileExistsError, match="holds another run"):
         checkpoint_to_resume(str(run_folder), None)
+
+
+def test_a_restart_of_a_run_that_began_from_a_path_takes_its_own_checkpoints_first(finished_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    (tmp_path / "run.json").write_text("{}")
+    write_status(str(tmp_path), "running", 2)
+    begun_from = str(finished_run / "checkpoint-2")
+    assert checkpoint_to_resume(str(tmp_path), begun_from) == begun_from
+    (tmp_path / "checkpoint-4").symlink_to(finished_run / "checkpoint-4")
+    assert checkpoint_to_resume(str(tmp_path), begun_from) == str(tmp_path / "checkpoint-4")

@@ -33,7 +33,7 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
 
     Args:
         resume_from_checkpoint: `auto` (the newest complete checkpoint if there is one), a path, or None. A launcher
-            that has restarted the ranks of this run means `auto`.
+            that has restarted the ranks of this run means `auto`, and a path where there is no checkpoint yet.
 
     Raises:
         FileExistsError: the folder holds a run and no leave was given to go on.
@@ -56,15 +56,18 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
 
 
 def _checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | None) -> str | None:
-    if is_restarted() and read_status(folder).get("launch") == name_of_launch():
-        return latest_complete_checkpoint(folder)
+    is_ours = is_restarted() and read_status(folder).get("launch") == name_of_launch()
+    if is_ours:
+        found = latest_complete_checkpoint(folder)
+        if found is not None or resume_from_checkpoint in (None, "auto"):
+            return found
     if resume_from_checkpoint not in (None, "auto"):
         fault = find_fault(Path(resume_from_checkpoint))
         if fault:
             raise FileNotFoundError(
                 f"`resume_from_checkpoint` needs a complete checkpoint; `{resume_from_checkpoint}` is not one: {fault}."
             )
-        if Path(resume_from_checkpoint).resolve().parent != folder.resolve():
+        if not is_ours and Path(resume_from_checkpoint).resolve().parent != folder.resolve():
             _refuse_another_run(folder)
         return resume_from_checkpoint
     found = latest_complete_checkpoint(folder) if resume_from_checkpoint == "auto" else None
