@@ -159,6 +159,8 @@ def test_an_adapter_names_its_base_by_an_id_of_the_hub(hub: HubServer, adapter: 
         ("README.md", "---\ntags: [a]\n---\nfrom /home/me/runs/x\n", "in line 4 a path of this machine, `/home/me/"),
         ("all_results.json", '{"base": "C:\\\\Users\\\\me"}', "a path of this machine"),
         ("config.json", '{"model_type": "tlm", "_name_or_path": "/tmp/base"}', "`/tmp/base`"),
+        ("config.json", '{"model_type": "tlm", "_name_or_path": "/gpfs/me/base"}', "`/gpfs/me/base`"),
+        ("README.md", "---\ntags: [a]\n---\nfrom ~/runs\n", "`~/runs`"),
         ("README.md", f"---\ntags: [a]\n---\n\n{TOKEN}\n", "in line 5 what looks like a token or key"),
         ("all_results.json", '{"key": "hf_AbCdEfGhIjKlMnOpQrStUv"}', "looks like a token"),
         ("all_results.json", json.dumps({"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567"}), "looks like a token"),
@@ -174,7 +176,8 @@ def test_a_path_of_this_machine_or_a_token_is_not_sent(
 
 
 def test_what_looks_a_little_like_a_path_or_a_key_is_sent(hub: HubServer, run: Path) -> None:
-    words = "see https://host/home/me/x, q/k/v, nats / token, <s></s>, commit 0123456789abcdef0123456789abcdef01234567"
+    words = "https://host/home/me/x, me/tlm, /chat/completions, 1~/2, q/k/v, nats / token, <s></s>"
+    words += ", commit 0123456789abcdef0123456789abcdef01234567"
     (run / "README.md").write_text(f"---\ntags: [a]\n---\n\n{words}\n")
     push_folder(run, "me/tlm")
     assert words in held(hub, "me/tlm")["README.md"].decode()
