@@ -21,6 +21,7 @@ from tinylm.training.checkpoints import (
     complete,
     find_fault,
     place_for,
+    remove_leftovers,
     remove_older,
 )
 from tinylm.training.launch import RunStopped
@@ -208,6 +209,7 @@ def test_older_checkpoints_go_when_the_new_one_is_there(tmp_path):
 def write_checkpoint(folder: Path, step: int) -> None:
     folder.mkdir()
     (folder / "rng_state.pth").write_bytes(b"r")
+    (folder / "trainer_state.json").write_text("{}")
     write_manifest(folder, step)
 
 
@@ -229,6 +231,22 @@ def test_a_checkpoint_takes_the_place_of_one_of_its_name(tmp_path):
     complete(beside, checkpoint)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert [path.name for path in checkpoint.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("look", [remove_leftovers, lambda folder: checkpoint_to_resume(str(folder), "auto")])
+def test_a_kill_between_the_two_renames_loses_no_checkpoint(look, tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint-5"
+    write_checkpoint(checkpoint, 5)
+    beside = place_for(checkpoint)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fails_at(Path.rename, 2, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            complete(beside, checkpoint)
+    assert not checkpoint.exists()
+    (tmp_path / ".old-checkpoint-3").mkdir()  # half deleted: it stays without the name
+    look(tmp_path)
+    assert find_fault(checkpoint) is None
+    assert not (tmp_path / "checkpoint-3").exists()
 
 
 def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path):

@@ -3,7 +3,8 @@
 Choices:
 - A checkpoint is written under a name that starts with a dot, flushed, listed in a manifest and then renamed. So what
   is called `checkpoint-N` was whole once, and a kill at any moment leaves the one before it as it was.
-- What a kill leaves behind (`.saving-*`, `.old-*`) is deleted when the next run begins in the folder.
+- What a kill leaves behind (`.saving-*`, `.old-*`) is deleted when the next run begins in the folder; a checkpoint that
+  was to be replaced by one that never got its name has its own back before.
 """
 
 import json
@@ -42,6 +43,7 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
     """
     found = stopped = None
     if int(os.environ.get("RANK", "0")) == 0:
+        bring_back_replaced(Path(output_dir))
         stopped = _was_stopped_before_restart(Path(output_dir))
         found = None if stopped else _checkpoint_to_resume(Path(output_dir), resume_from_checkpoint)
     stopped, found = decided_by_rank_zero(stopped), decided_by_rank_zero(found)
@@ -170,8 +172,18 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(old)
 
 
+def bring_back_replaced(folder: Path) -> None:
+    """Gives a whole checkpoint its name again that a run, killed then, had moved away for another of that name."""
+    for old in folder.glob(".old-checkpoint-*"):
+        checkpoint = old.with_name(old.name.removeprefix(".old-"))
+        if not checkpoint.exists() and find_difference(old, read_contents=False) is None:
+            logger.info("`%s` is back: a run was killed while it replaced it.", checkpoint)
+            old.rename(checkpoint)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Deletes what an earlier run in this folder was writing or deleting when it was killed."""
+    bring_back_replaced(folder)
     for path in [*folder.glob(".saving-*"), *folder.glob(".old-*"), *folder.glob(".*.being-written-*")]:
         logger.info("Deleting `%s`, which an interrupted run has left.", path)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
