@@ -1,6 +1,7 @@
 """Where a run may start, and what it may go on from."""
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from transformers import TrainerCallback, modeling_utils
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm.training import checkpoints
 from tinylm.training.checkpoints import (
+    STATE_NAME,
     check_saving,
     check_space,
     checkpoint_to_resume,
     complete,
     find_fault,
+    is_done,
     place_for,
     remove_leftovers,
     remove_older,
@@ -282,3 +285,22 @@ def test_a_restart_of_a_run_that_began_from_a_path_takes_its_own_checkpoints_fir
     assert checkpoint_to_resume(str(tmp_path), begun_from) == begun_from
     (tmp_path / "checkpoint-4").symlink_to(finished_run / "checkpoint-4")
     assert checkpoint_to_resume(str(tmp_path), begun_from) == str(tmp_path / "checkpoint-4")
+
+
+def test_a_finished_run_of_which_an_older_checkpoint_is_left_is_done(run_folder, finished_run):
+    """It stopped early at step 6 of 8, and kept its best checkpoint, that of step 4."""
+    checkpoint = str(run_folder / "checkpoint-4")
+    state = json.loads((finished_run / "checkpoint-4" / STATE_NAME).read_text())
+    state |= {"global_step": 6, "max_steps": 8, "num_train_epochs": 2}
+    (run_folder / STATE_NAME).write_text(json.dumps(state))
+    write_status(str(run_folder), "finished", 6)
+
+    def done(**settings: object) -> bool:
+        return is_done(checkpoint, run_arguments(run_folder, **{"resume_from_checkpoint": "auto", **settings}))
+
+    assert done(max_steps=8) and not done(max_steps=9)
+    assert done(max_steps=-1, num_train_epochs=2) and not done(max_steps=-1, num_train_epochs=3)
+    assert not done(max_steps=8, resume_from_checkpoint=checkpoint), "a checkpoint that is named is gone on from"
+    assert done(max_steps=4, resume_from_checkpoint=checkpoint)
+    write_status(str(run_folder), "running", 6)
+    assert not done(max_steps=8)

@@ -79,13 +79,25 @@ def _checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | None) -> s
 
 
 def is_done(checkpoint: str | None, run: TrainingArguments) -> bool:
-    """Whether `checkpoint` belongs to a finished run that was asked for no further step."""
+    """Whether `checkpoint` belongs to a finished run that was asked for no further step.
+
+    What the finished run was asked for counts, and not how far the checkpoint came: it may have stopped early, or kept
+    its best checkpoint alone. A checkpoint that was named is gone on from, unless it is the end itself.
+    """
     if checkpoint is None or not _is_finished(Path(run.output_dir)):
         return False
-    state = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))
-    if run.max_steps > 0:
-        return state["global_step"] >= run.max_steps
-    return run.num_train_epochs <= state["num_train_epochs"]
+    if checkpoint == run.resume_from_checkpoint:
+        state = _read_state(Path(checkpoint))
+        steps, epochs = state["global_step"], state["epoch"]
+    else:
+        has_own = Path(run.output_dir, STATE_NAME).is_file()
+        state = _read_state(Path(run.output_dir if has_own else checkpoint))
+        steps, epochs = state["max_steps"], state["num_train_epochs"]
+    return run.max_steps <= steps if run.max_steps > 0 else run.num_train_epochs <= epochs
+
+
+def _read_state(folder: Path) -> dict[str, float]:
+    return json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
 
 
 def _is_finished(folder: Path) -> bool:
