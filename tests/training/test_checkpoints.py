@@ -90,6 +90,16 @@ def test_auto_does_not_start_over_a_finished_run_without_checkpoints(tmp_path):
         checkpoint_to_resume(str(tmp_path), "auto")
 
 
+@pytest.mark.parametrize("damaged", ["", '{"status": "fini', "7", "\0\0\0"])
+def test_a_damaged_status_counts_as_none_and_is_said_once(run_folder, caplog, damaged):
+    (run_folder / "STATUS").write_text(damaged)
+    for _ in range(2):
+        assert checkpoint_to_resume(str(run_folder), "auto") == str(run_folder / "checkpoint-4")
+    assert caplog.messages == [f"`{run_folder / 'STATUS'}` is damaged, and is taken for missing."]
+    write_status(str(run_folder), "running", 4)
+    assert read_status(run_folder)["step"] == 4
+
+
 def test_a_path_that_is_no_checkpoint_is_refused_with_the_reason(tmp_path, run_folder):
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         checkpoint_to_resume(str(tmp_path), str(tmp_path / "none"))

@@ -112,3 +112,11 @@ def test_a_resumed_run_is_the_same_run_of_wandb(wandb_environment, tmp_path):
     assert "WANDB_RUN_ID" not in run_record.os.environ
     with one_wandb_run(str(tmp_path / "other"), goes_on=False):
         assert run_record.os.environ["WANDB_RUN_ID"] not in (first, "")
+
+
+def test_a_file_has_its_name_only_when_its_text_is_on_the_disk(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(run_record.os, "fsync", lambda file: flushed.append(run_record.os.fstat(file).st_size))
+    monkeypatch.setattr(run_record.os, "replace", lambda *_: flushed.append("renamed"))
+    run_record.write_atomically(tmp_path / "STATUS", "running\n")
+    assert flushed == [8, "renamed"]

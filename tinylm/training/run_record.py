@@ -1,6 +1,7 @@
 """What a run leaves about itself: `run.json` (how it was made) and `STATUS` (how it stands)."""
 
 import json
+import logging
 import os
 import platform
 import re
@@ -8,12 +9,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from .launch import Launch, name_of_launch
+from .manifest import flush
+
+logger = logging.getLogger(__name__)
 
 HOW_TO_GO_ON = "the same command with --resume_from_checkpoint auto"
 
@@ -23,10 +28,11 @@ _TOKEN = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_)[\w-]{8,}")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` beside `path` and renames it: a reader sees the old file or the new one."""
+    """Writes `text` beside `path` and renames it: a reader sees the old file or the new one, after a power cut too."""
     beside = path.with_name(f".{path.name}.being-written-{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
+        flush(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -94,9 +100,21 @@ def write_status(output_dir: str, status: str, step: int, how_to_go_on: str = ""
 
 
 def read_status(folder: Path) -> dict[str, str | int | None]:
-    """What `STATUS` says; empty if there is none."""
+    """What `STATUS` says; empty if there is none, or a damaged one, of which there is a warning."""
     path = folder / "STATUS"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError):
+        _warn_of_damage(path.absolute())
+        return {}
+
+
+@cache
+def _warn_of_damage(path: Path) -> None:
+    """Once for each file."""
+    logger.warning("`%s` is damaged, and is taken for missing.", path)
 
 
 def current_commit() -> str | None:
