@@ -314,3 +314,23 @@ def test_a_finished_run_of_which_an_older_checkpoint_is_left_is_done(run_folder,
     assert done(max_steps=4, resume_from_checkpoint=checkpoint)
     write_status(str(run_folder), "running", 6)
     assert not done(max_steps=8)
+
+
+def test_what_is_newer_than_the_checkpoint_gone_on_from_is_set_aside_and_not_taken_up_again(
+    finished_run, tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="tinylm")
+    for step in (2, 4):
+        shutil.copytree(finished_run / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    abandoned = (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes()
+    for _ in range(2):  # the second time, the name is taken
+        args = run_arguments(tmp_path, max_steps=3)
+        trainer_for(tiny_model(), UnevenRows(), args).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert checkpoint_to_resume(str(tmp_path), "auto") == str(tmp_path / "checkpoint-2")
+        assert "is called `abandoned-checkpoint-4" in caplog.text
+        caplog.clear()
+        shutil.copytree(tmp_path / "abandoned-checkpoint-4", tmp_path / "checkpoint-4")
+    assert (tmp_path / "abandoned-checkpoint-4.1" / "model.safetensors").read_bytes() == abandoned
+    args = run_arguments(tmp_path / "elsewhere", max_steps=3)
+    trainer_for(tiny_model(), UnevenRows(), args).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (tmp_path / "checkpoint-4").is_dir(), "another run's folder stays as it is"

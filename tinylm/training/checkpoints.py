@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -182,6 +183,19 @@ def _remove(checkpoint: Path) -> None:
     old = checkpoint.with_name(f".old-{checkpoint.name}")
     checkpoint.rename(old)
     shutil.rmtree(old)
+
+
+def set_aside_newer(folder: Path, checkpoint: Path, step: int) -> None:
+    """Calls what is newer than `step` in a run's folder `abandoned-checkpoint-N`, where the run goes on from
+    `checkpoint` of that step: a later `auto` would take up what has been abandoned."""
+    if checkpoint.parent.resolve() != folder.resolve():
+        return
+    for newer in numbered_checkpoints(folder):
+        if int(newer.name.removeprefix("checkpoint-")) > step and find_difference(newer, read_contents=False) is None:
+            names = (folder / f"abandoned-{newer.name}{f'.{n}' if n else ''}" for n in count())
+            aside = next(path for path in names if not path.exists())
+            newer.rename(aside)
+            logger.info("The run goes on from step %d, so `%s` is called `%s` now.", step, newer, aside.name)
 
 
 def bring_back_replaced(folder: Path) -> None:

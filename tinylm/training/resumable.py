@@ -33,7 +33,7 @@ from transformers.trainer_utils import TrainOutput
 from tinylm.data.order import GlobalBatches
 
 from .arguments import RunArguments
-from .checkpoints import STATE_NAME, complete, place_for, remove_leftovers, remove_older
+from .checkpoints import STATE_NAME, complete, place_for, remove_leftovers, remove_older, set_aside_newer
 from .launch import RunInterrupted, RunStopped, sum_over_ranks
 from .loss_meter import LossMeter
 from .manifest import write_manifest
@@ -147,6 +147,8 @@ class ResumableTrainer(Trainer):
         self.num_bad_steps, self.bad_steps_in_a_row = progress["bad_steps"]
         self._stopped_early_of = progress["stopped_early_of"]
         self._due = progress["due"]
+        if self.is_world_process_zero():
+            set_aside_newer(Path(self.args.output_dir), Path(checkpoint), self.steps_done)
 
     def _init_training_state(self, max_steps: int, *args, **kwargs) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)
