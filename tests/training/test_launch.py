@@ -2,10 +2,13 @@
 
 import os
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed import run_on_ranks
 from tinylm.training.launch import RunStopped, check_engine, rank_zero_first, run_recipe, start, sum_over_ranks
@@ -76,12 +79,53 @@ def ranks_take_turns(rank, world_size, payload):
             Path(path).write_text("there", encoding="utf-8")
         else:
             assert Path(path).read_text(encoding="utf-8") == "there"
-    return first, sum_over_ranks([1, rank])
+    return {"first": first, "sum": sum_over_ranks([1, rank]), "late": rank_zero_is_late(rank)}
 
 
-def test_rank_zero_goes_first(tmp_path):
-    results = run_on_ranks("tests.training.test_launch", "ranks_take_turns", 2, {"path": str(tmp_path / "file")})
-    assert results == [(True, [2.0, 1.0]), (False, [2.0, 1.0])]
+def rank_zero_is_late(rank):
+    """What a barrier says to rank 1 after half a second without rank 0; and the sum after a wait twice as long as the
+    group's time-out for rank 0 inside the block."""
+    store, barrier = dist.distributed_c10d._get_default_store(), "passed"
+    impatient = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        store.wait(["barrier"])
+    else:
+        try:
+            dist.barrier(impatient)
+        except RuntimeError as error:
+            barrier = str(error)
+        store.set("barrier", "left")
+    meet_anew("impatient", seconds=2)
+    with rank_zero_first("late") as first:
+        if first:
+            time.sleep(4)  # the fault itself: a rank that takes longer than the group allows
+    meet_anew("patient", seconds=60)
+    return barrier, sum_over_ranks([1, rank])
+
+
+def meet_anew(name, seconds):
+    """Replaces the group by one with this time-out."""
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    place["store"] = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    place["store"].set_timeout(timedelta(seconds=seconds))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds), **place)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "file"
+    return run_on_ranks("tests.training.test_launch", "ranks_take_turns", 2, {"path": str(path)})
+
+
+def test_rank_zero_goes_first(two_ranks):
+    assert [(one["first"], one["sum"]) for one in two_ranks] == [(True, [2.0, 1.0]), (False, [2.0, 1.0])]
     with rank_zero_first("alone") as first:
         assert first
     assert sum_over_ranks([3, 4]) == [3, 4]
+
+
+def test_rank_zero_may_take_longer_than_the_time_out_of_the_group(two_ranks):
+    """Case D9. A barrier gives up."""
+    assert "imed out" in two_ranks[1]["late"][0]
+    assert [one["late"][1] for one in two_ranks] == [[2.0, 1.0]] * 2
