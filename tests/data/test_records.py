@@ -174,3 +174,14 @@ def test_the_collator_gives_ids_masks_labels_and_records() -> None:
 def test_a_row_without_a_target_is_refused() -> None:
     with pytest.raises(ValueError, match="`seq_len` is 1"):
         tiny_collator([(0, "a")], seq_len=1)
+
+
+def test_a_fingerprint_is_that_of_the_same_records_and_of_no_others() -> None:
+    def fingerprint(*texts: str, **settings: object) -> str:
+        return RecordExamples(IndexedTextDataset(texts), TOKENIZER, **{"block_size": 7, **settings}).fingerprint()
+
+    there = fingerprint("one", "two", "many more")
+    assert fingerprint("one", "two", "many more") == there
+    others = [fingerprint("two", "one", "many more"), fingerprint("one", "two", "many more", split_long=True)]
+    others += [fingerprint("one", "two", "many more", max_tokens=8), fingerprint("onet", "wo", "many more")]
+    assert len({there, *others}) == 5

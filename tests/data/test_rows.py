@@ -79,6 +79,20 @@ def test_a_packed_row_holds_whole_examples_that_do_not_predict_each_other(exampl
     assert torch.equal(pickle.loads(pickle.dumps(rows))[0]["input_ids"], rows[0]["input_ids"])
 
 
+def test_a_fingerprint_is_that_of_the_same_rows_elsewhere_and_of_no_others(tmp_path: Path) -> None:
+    def fingerprint(folder: str, row_tokens: int = 150, **change: str) -> str:
+        (tmp_path / folder).mkdir()
+        [path] = write_chats(tmp_path / folder, 11)
+        for before, after in change.items():
+            Path(path).write_text(Path(path).read_text().replace(before.removeprefix("n"), after))
+        return PackedRows(encode_examples(open_rows(data_files=[path]), ENCODER), row_tokens).fingerprint()
+
+    there = fingerprint("there")
+    assert fingerprint("elsewhere") == there
+    assert fingerprint("changed", n004="040") != there
+    assert fingerprint("packed otherwise", row_tokens=160) != there
+
+
 def test_the_first_label_of_an_example_is_no_target_even_where_the_example_says_so() -> None:
     class Learned:
         lengths = np.array([3, 2])

@@ -272,3 +272,13 @@ def test_a_store_of_less_than_a_block_is_refused(tmp_path: Path) -> None:
     store = write_store(SOURCE, TOKENIZER, tmp_path / "store")
     with pytest.raises(ValueError, match=r"no example: 50 tokens, and `block_size` is 51.*`--block_size`"):
         StoreBlocks(store, 51, max_tokens=50)
+
+
+def test_a_fingerprint_is_that_of_the_same_store_elsewhere_and_of_no_other(tmp_path: Path) -> None:
+    store = write_store(SOURCE, TOKENIZER, tmp_path / "store")
+    shutil.copytree(tmp_path / "store", tmp_path / "moved")
+    other = write_store(source_of([text[::-1] for text in TEXTS]), TOKENIZER, tmp_path / "other")
+    there = StoreBlocks(store, 11).fingerprint()
+    assert StoreBlocks(TokenStore.open(tmp_path / "moved"), 11).fingerprint() == there
+    others = [StoreBlocks(other, 11), StoreBlocks(store, 12), StoreBlocks(store, 11, max_tokens=700)]
+    assert there not in [blocks.fingerprint() for blocks in others]

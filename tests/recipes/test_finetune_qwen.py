@@ -119,7 +119,12 @@ def test_a_resumed_adapter_equals_the_undisturbed_one(folder, recipe, tmp_path):
     assert recipe("--output_dir", tmp_path / "whole") == 0
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     shutil.copyfile(tmp_path / "whole" / "answers.json", tmp_path / "resumed" / "answers.json")
-    assert recipe("--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", "auto") == 0
+    resumed = ["--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", "auto"]
+    changed, moved = tmp_path / "changed.jsonl", tmp_path / "moved.jsonl"
+    shutil.copyfile(folder / "chat.jsonl", moved)
+    changed.write_text(moved.read_text().replace("It is 16.", "It is 61."))
+    assert recipe(*resumed, "--data_files", changed) == 2, "as many conversations, but not the same"
+    assert recipe(*resumed, "--data_files", moved) == 0
     for name in ("adapter_model.safetensors", "answers.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes()
     results = [json.loads((tmp_path / run / "all_results.json").read_text()) for run in ("whole", "resumed")]

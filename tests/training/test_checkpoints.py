@@ -334,3 +334,35 @@ def test_what_is_newer_than_the_checkpoint_gone_on_from_is_set_aside_and_not_tak
     args = run_arguments(tmp_path / "elsewhere", max_steps=3)
     trainer_for(tiny_model(), UnevenRows(), args).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert (tmp_path / "checkpoint-4").is_dir(), "another run's folder stays as it is"
+
+
+class Told(UnevenRows):
+    """Rows that can tell whether they are the same."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        self.told = told
+
+    def fingerprint(self) -> str:
+        return self.told
+
+
+def test_a_run_does_not_go_on_with_as_many_rows_of_other_data(tmp_path, finished_run):
+    args = run_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer_for(tiny_model(), Told("ab"), args).train()
+    args, checkpoint = run_arguments(tmp_path, max_steps=3), str(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"its fingerprint of data was ab and is cd now.*another `--output_dir`"):
+        trainer_for(tiny_model(), Told("cd"), args).train(resume_from_checkpoint=checkpoint)
+    trainer = trainer_for(tiny_model(), Told("ab"), args)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == 3
+
+
+def test_a_checkpoint_from_before_fingerprints_is_gone_on_from(tmp_path, finished_run):
+    shutil.copytree(finished_run / "checkpoint-2", tmp_path / "checkpoint-2")
+    progress = json.loads((tmp_path / "checkpoint-2" / "progress.json").read_text())
+    assert progress["order"].pop("fingerprint_of_data") is None
+    (tmp_path / "checkpoint-2" / "progress.json").write_text(json.dumps(progress))
+    trainer = trainer_for(tiny_model(), Told("ab"), run_arguments(tmp_path, max_steps=3))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 3

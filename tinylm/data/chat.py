@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from tinylm.data.chat_encoder import IGNORED, ChatEncoder
 from tinylm.data.chat_format import UnstableTemplateError
 from tinylm.data.chat_records import BrokenRuleError, conversation_of
 from tinylm.data.conversations import ROW_NUMBER, ChatRows
-from tinylm.data.documents import fingerprint
+from tinylm.data.documents import fingerprint, fingerprint_of_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,11 @@ class Examples(Dataset):
 
     def __len__(self) -> int:
         return len(self._table)
+
+    def fingerprint(self) -> str:
+        columns = self._table.with_format("arrow").iter(batch_size=1000)
+        ids = (batch[name].combine_chunks().flatten().to_numpy() for batch in columns for name in batch.column_names)
+        return fingerprint_of_arrays(chain([self.lengths], ids))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -63,6 +65,14 @@ class Source:
 def fingerprint(*parts: object) -> str:
     """32 hexadecimal digits that stand for the parts and their order."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def fingerprint_of_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """32 hexadecimal digits that stand for the numbers in the arrays, one behind the other."""
+    state = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        state.update(np.ascontiguousarray(array))
+    return state.hexdigest()
 
 
 _empty_rows: ContextVar[list[int] | None] = ContextVar("empty_rows", default=None)

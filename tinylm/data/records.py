@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from tinylm.data.documents import Source, counting_empty_rows
+from tinylm.data.documents import Source, counting_empty_rows, fingerprint, fingerprint_of_arrays
 from tinylm.data.encoding import document_start_id, encode
 from tinylm.data.sources import open_source
 
@@ -131,6 +131,14 @@ class HoldsRecords(Protocol):
         """`(examples, record_ids)`, int64, in the order of the examples: which records each of them holds."""
 
 
+@runtime_checkable
+class HasFingerprint(Protocol):
+    """A dataset that can tell, in another process too, whether its examples are the same."""
+
+    def fingerprint(self) -> str:
+        """Hexadecimal digits that stand for the examples and their order."""
+
+
 class RecordExamples(Dataset):
     """Tokenised records in memory (4 bytes a token), by index: `{"input_ids": [T] int64, "record_ids": [] int64}`.
 
@@ -171,6 +179,9 @@ class RecordExamples(Dataset):
 
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
         return self.cuts.contents()
+
+    def fingerprint(self) -> str:
+        return fingerprint(fingerprint_of_arrays([self.tokens, self.cuts.ends]), self.cuts.block_size, len(self))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self.cuts):

@@ -26,6 +26,7 @@ from tinylm.data.chat import ExampleCounts, Examples, encode_row
 from tinylm.data.chat_encoder import IGNORED, ChatEncoder
 from tinylm.data.collators import PadRecords
 from tinylm.data.conversations import ROW_NUMBER, ChatRows, one_by_one
+from tinylm.data.documents import fingerprint
 from tinylm.data.order import assign_shards, shuffled
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ class PackedRows(Dataset):
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
         """`(rows, record_ids)`, int64: which examples each row holds, in the order of the rows."""
         return np.repeat(np.arange(len(self)), np.diff(self._ends, prepend=0)), self._members
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.examples.fingerprint(), self.row_tokens)
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not 0 <= row < len(self):

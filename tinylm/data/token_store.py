@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tinylm.data.documents import fingerprint
 from tinylm.data.packing import example
 from tinylm.data.records import RecordCuts, numbered
 
@@ -222,6 +223,10 @@ class StoreBlocks(Dataset):
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
         """`(examples, record_ids)`, int64: the record of each example; a block is a record of its own."""
         return (np.arange(self.length),) * 2 if self.cuts is None else self.cuts.contents()
+
+    def fingerprint(self) -> str:
+        manifest = (self.store.folder / "manifest.json").read_text(encoding="utf-8")
+        return fingerprint(manifest, self.split, self.block_size, self.cuts is None, self.length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self.length:

@@ -71,7 +71,7 @@ class ResumableTrainer(Trainer):
 
     # What a subclass adds.
 
-    def order_of_data(self) -> dict[str, int | None]:
+    def order_of_data(self) -> dict[str, int | str | None]:
         """What decides which examples a step sees; a run goes on with the same."""
         return {}
 
@@ -140,7 +140,8 @@ class ResumableTrainer(Trainer):
                     f"A run goes on with the order of data that it began with, or rows are repeated and skipped: its"
                     f" {name.replace('_', ' ')} was {before} and is {order[name]} now. With another number of ranks,"
                     " choose `--per_device_train_batch_size` and `--gradient_accumulation_steps` so that their product"
-                    " with it stays; a stream needs the same ranks and workers."
+                    " with it stays; a stream needs the same ranks and workers. With other data, begin a new run in"
+                    " another `--output_dir`."
                 )
         self.steps_done = progress["step"]
         self.meter.restore(progress["meter"], self.args.process_index, self.args.world_size)

@@ -12,7 +12,7 @@ What differs from the stock Trainer, and why:
 
 import logging
 import time
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MethodType
 
@@ -27,7 +27,7 @@ from transformers.trainer_utils import TrainOutput, seed_worker
 
 from tinylm.data.order import GlobalBatches
 from tinylm.data.packing import PackedStream
-from tinylm.data.records import CollateNumbered, HoldsRecords, NumberedExamples
+from tinylm.data.records import CollateNumbered, HasFingerprint, HoldsRecords, NumberedExamples
 from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
@@ -200,7 +200,7 @@ class LanguageModelTrainer(ResumableTrainer):
             logs["train_loss"] = self.meter.mean
         super().log(logs, start_time)
 
-    def order_of_data(self) -> dict[str, int | None]:
+    def order_of_data(self) -> dict[str, int | str | None]:
         """What decides which examples a step sees. Streams are read by ranks x workers, each in batches of its own."""
         args, dataset = self.args, self.train_dataset
         is_stream = isinstance(dataset, IterableDataset)
@@ -209,9 +209,14 @@ class LanguageModelTrainer(ResumableTrainer):
             "global_batch_size": self.get_total_train_batch_size(args),
             "seed": args.seed if args.data_seed is None else args.data_seed,
             "examples": None if is_stream else len(dataset),
+            "fingerprint_of_data": self._fingerprint_of_data,
             "readers": args.world_size * max(1, args.dataloader_num_workers) if is_read_again else None,
             "accumulation_steps": args.gradient_accumulation_steps if is_read_again else None,
         }
+
+    @cached_property
+    def _fingerprint_of_data(self) -> str | None:
+        return self.train_dataset.fingerprint() if isinstance(self.train_dataset, HasFingerprint) else None
 
     def save_rank_state(self, folder: Path) -> None:
         if self.stream_loader is not None:
