@@ -47,4 +47,9 @@ def two_rank_checks(rank: int, world_size: int, payload: dict) -> dict:
         measure_steps(replace(task, batch_size=1 + rank), [NO_EXCHANGE, RING], made)
     except ValueError as error:
         found["shapes"] = str(error)
+    try:
+        other = replace(task, model=tiny_model(intermediate_size=22 + rank))
+        measure_steps(other, [NO_EXCHANGE, Configuration("native")], made)
+    except ValueError as error:
+        found["models"] = str(error)
     return found

@@ -14,14 +14,14 @@ from tests.ddp.ranks import WORLD_SIZES, group_of_one, results_on
 from tests.distributed import ROOT, rank_environment
 from tinylm.ddp.collectives import ALGORITHMS
 from tinylm.ddp.native import NativeDDP
-from tinylm.ddp.proof import Batch, Exchange, Proof, prove
+from tinylm.ddp.proof import BF16, Batch, Exchange, Proof, Rounding, prove
 from tinylm.ddp.synchronizer import MODES, Synchronizer
 
 BUGS = ("", "reduces the parameter", "skips the broadcast", "skips the division")
 NUM_BYTES = sum(4 * parameter.numel() for parameter in TinyNet().parameters())
 
 
-def proof_of(exchange: Callable[[nn.Module], Exchange], **settings: int | float) -> Proof:
+def proof_of(exchange: Callable[[nn.Module], Exchange], **settings: int | Rounding) -> Proof:
     return prove(TinyNet, rows, exchange, compute_loss=mean_square, **settings)
 
 
@@ -39,18 +39,35 @@ def proofs_of_planted_bugs(rank: int, world_size: int) -> dict[str, Proof]:
     return {bug: proof_of(lambda model, bug=bug: PlantedBug(model, bug)) for bug in BUGS}
 
 
+def proofs_with_small_gradients(rank: int, world_size: int) -> dict[str, Proof]:
+    """Held to the rounding of bfloat16, on gradients that are all smaller than it."""
+
+    def small(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return 1e-4 * mean_square(model, batch)
+
+    return {
+        bug: prove(TinyNet, rows, lambda model, bug=bug: PlantedBug(model, bug), compute_loss=small, rounding=BF16)
+        for bug in ("", "skips the division")
+    }
+
+
 def proofs_of_native(rank: int, world_size: int) -> dict[str, Proof]:
     if world_size != 2:  # its imports take seconds
         return {}
     return {
         "plain": proof_of(NativeDDP),
         "fast": proof_of(lambda model: NativeDDP(model, static_graph=True, gradient_as_bucket_view=True)),
-        "bf16": proof_of(lambda model: NativeDDP(model, bf16_hook=True), tolerance=1e-2),
+        "bf16": proof_of(lambda model: NativeDDP(model, bf16_hook=True), rounding=BF16),
         "bf16, strict": proof_of(lambda model: NativeDDP(model, bf16_hook=True)),
     }
 
 
-ON_RANKS: list[Callable[[int, int], object]] = [proofs_of_algorithms, proofs_of_planted_bugs, proofs_of_native]
+ON_RANKS: list[Callable[[int, int], object]] = [
+    proofs_of_algorithms,
+    proofs_of_planted_bugs,
+    proofs_with_small_gradients,
+    proofs_of_native,
+]
 
 
 @WORLD_SIZES
@@ -67,6 +84,13 @@ def test_planted_bugs_are_reported_as_wrong(world_size: int) -> None:
         assert str(proofs["skips the division"]).startswith("WRONG: gradients DIFFER from one process")
         assert not proofs["skips the broadcast"].replicas_identical
         assert proofs["skips the division"].replicas_identical
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sum_in_place_of_a_mean_is_no_rounding_however_small_the_gradients(world_size: int) -> None:
+    for proofs in results_on(world_size)["proofs_with_small_gradients"]:
+        assert {bug: proof.holds for bug, proof in proofs.items()} == {"": True, "skips the division": False}
+        assert proofs["skips the division"].gradient_difference >= 0.9 * (world_size - 1)
 
 
 def test_native_ddp_is_proven_and_its_reducer_counted() -> None:

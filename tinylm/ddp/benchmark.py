@@ -21,13 +21,11 @@ from tinylm.ddp.agreement import check_same_on_all_ranks
 from tinylm.ddp.clock import finished_at, percentile, slowest_rank
 from tinylm.ddp.configurations import NO_EXCHANGE, Configuration
 from tinylm.ddp.failure import named_failure
-from tinylm.ddp.proof import Proof, prove
+from tinylm.ddp.proof import BF16, FP32, Proof, prove
+from tinylm.ddp.synchronizer import model_description
 from tinylm.ddp.table import WRONG, Circumstances, StepRow
 
 logger = logging.getLogger(__name__)
-
-_FP32_TOLERANCE = 1e-6
-_BF16_TOLERANCE = 2**-8  # what bfloat16's 8 significant bits round away
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,7 @@ def measure_steps(task: Task, configurations: Sequence[Configuration], circumsta
         ConnectionError: a rank is lost.
     """
     check_same_on_all_ranks(task.describe(configurations), "settings")
+    check_same_on_all_ranks(model_description(task.model), "model")
     proofs = {configuration: _proof(task, configuration) for configuration in configurations}
     right = [configuration for configuration, proof in proofs.items() if proof is None or proof.holds]
     turns: dict[Configuration, list[list[float]]] = {configuration: [] for configuration in right}
@@ -127,9 +126,9 @@ def _proof(task: Task, configuration: Configuration) -> Proof | None:
     """None where there is nothing to prove."""
     if configuration == NO_EXCHANGE:
         return None
-    tolerance = _BF16_TOLERANCE if configuration.bf16_hook else _FP32_TOLERANCE
+    rounding = BF16 if configuration.bf16_hook else FP32
     with named_failure(f"the proof of `{configuration}`"):
-        proof = prove(task.build_model, task.batch, configuration.wrap, tolerance=tolerance)
+        proof = prove(task.build_model, task.batch, configuration.wrap, rounding=rounding)
     gc.collect()
     logger.log(logging.INFO if proof.holds else logging.WARNING, "%s: %s", configuration, proof)
     return proof

@@ -21,6 +21,24 @@ from tinylm.ddp.traffic import Traffic, observed_traffic
 Batch = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What may differ between a gradient and the reference.
+
+    Args:
+        tolerance: the largest difference, as a part of the largest gradient in the same tensor.
+        least_scale: the largest gradient of a tensor counts as at least this part of the model's: some are zero but for
+            rounding, as those of a key's bias are.
+    """
+
+    tolerance: float
+    least_scale: float
+
+
+FP32 = Rounding(tolerance=1e-6, least_scale=1.0)
+BF16 = Rounding(tolerance=2**-6, least_scale=1e-4)  # 2**-9 at each rounding, of parts that may cancel in the mean
+
+
 class Exchange(Protocol):
     """A way to exchange gradients, as `Synchronizer` and `NativeDDP` are."""
 
@@ -40,8 +58,8 @@ class Proof:
     Args:
         world_size: ranks.
         gradient_difference: largest difference of a gradient's element to the reference, over all steps and ranks, as
-            a part of the largest gradient or of 1, whichever is more; infinite where only one of the two has a
-            gradient, NaN where one is.
+            a part of the largest gradient (see `Rounding`); infinite where only one of the two has a gradient, NaN
+            where one is.
         tolerance: up to this, the difference is rounding.
         replicas_identical: the parameters and buffers have the same bits on all ranks after the last step.
         traffic: of the last optimizer step; of each count the most that a rank has.
@@ -85,7 +103,7 @@ def prove(
     compute_loss: Callable[[nn.Module, Batch], Tensor] = loss_of,
     num_steps: int = 4,
     accumulation_steps: int = 1,
-    tolerance: float = 1e-6,
+    rounding: Rounding = FP32,
 ) -> Proof:
     """Trains `num_steps` optimizer steps both ways, on all ranks, and compares. A failure is returned, not raised.
 
@@ -98,6 +116,7 @@ def prove(
         compute_loss: mean loss of a model on a batch.
         num_steps: from 4 on the last one is a usual one: DDP and our hooks know the order of the gradients by then.
         accumulation_steps: micro-steps in an optimizer step; all but the last inside `no_sync`.
+        rounding: `BF16` for an exchange that sends gradients in bfloat16.
 
     Raises:
         ValueError: all ranks have the same data, so that a missing exchange would not show.
@@ -115,11 +134,11 @@ def prove(
         compute_loss(reference, whole).backward()
         with observed_traffic() if step == num_steps - 1 else nullcontext() as traffic:
             _backward(exchanged, batches[rank], compute_loss)
-        differences.append(_largest_difference(model, reference))
+        differences.append(_largest_difference(model, reference, rounding.least_scale))
         _descend(model)
         _descend(reference)
     exchanged.close()
-    return _gathered(_largest(differences), tolerance, _hash(model), traffic)
+    return _gathered(_largest(differences), rounding.tolerance, _hash(model), traffic)
 
 
 def _seeded(build_model: Callable[[], nn.Module]) -> nn.Module:
@@ -163,16 +182,19 @@ def _descend(model: nn.Module) -> None:
     model.zero_grad()
 
 
-def _largest_difference(model: nn.Module, reference: nn.Module) -> float:
+def _largest_difference(model: nn.Module, reference: nn.Module, least_scale: float) -> float:
     """See `Proof.gradient_difference`."""
-    differences, largest = [0.0], [1.0]
+    differences, largest = [0.0], [0.0]
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         if mine.grad is not None and other.grad is not None:
             differences.append((mine.grad - other.grad).abs().max().item())
             largest.append(other.grad.abs().max().item())
         elif mine.grad is not other.grad:
             differences.append(math.inf)
-    return _largest(differences) / _largest(largest)
+            largest.append(0.0)
+    difference, scale = torch.tensor(differences), torch.tensor(largest)
+    parts = difference / scale.clamp(min=least_scale * scale.max())
+    return _largest(parts.where(difference != 0, 0.0).tolist())
 
 
 def _largest(numbers: list[float]) -> float:
