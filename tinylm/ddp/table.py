@@ -1,10 +1,12 @@
 """The benchmark's rows, in CSV files that only grow: one file a machine, one row a configuration and run."""
 
 import csv
+import fcntl
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -104,11 +106,33 @@ def check_can_append(path: Path, row_type: type[AnyRow]) -> None:
 
 
 def append_rows(path: Path, rows: Sequence[AnyRow]) -> None:
-    """Adds `rows` below those of `path`; a reader sees the old file or the new one.
+    """Adds `rows` below those of `path`; a reader sees the old file or the new one, and other writers wait.
 
     Raises:
         ValueError: the file holds other columns.
     """
+    with _only_writer(path):
+        _append(path, rows)
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Waits until nobody else writes `path`. The lock's file is gone afterwards; a killed process holds no lock."""
+    lock = path.with_name(f".{path.name}.lock")
+    file = lock.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    while os.fstat(file.fileno()).st_nlink == 0:  # the one before has removed what this one waited for
+        file.close()
+        file = lock.open("w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        lock.unlink()
+        file.close()
+
+
+def _append(path: Path, rows: Sequence[AnyRow]) -> None:
     row_type = type(rows[0])
     known = read_rows(path, row_type) if path.exists() else []
     text = io.StringIO()
