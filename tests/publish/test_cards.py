@@ -66,6 +66,14 @@ def test_a_licence_that_is_named_goes_before_the_known_one_and_can_be_named_late
     assert ModelCard((tmp_path / "README.md").read_text()).data.license is None
 
 
+def test_a_card_calls_the_model_by_its_name_on_the_hub_wherever_the_folder_lies_now(tmp_path: Path) -> None:
+    text = card_of(tmp_path, SAMPLE).text
+    assert f'"text-generation", "{tmp_path.name}"' in text
+    tiny_tlm().save_pretrained(tmp_path)
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert '"text-generation", "me/tlm"' in card_for_hub(contents_of(moved), moved.name, "me/tlm")
+
+
 def test_a_folder_without_a_card_gets_a_short_one(tmp_path: Path) -> None:
     tiny_tlm().save_pretrained(tmp_path / "merged")
     card = ModelCard(card_for_hub(contents_of(tmp_path / "merged"), "merged", "me/merged"))

@@ -33,7 +33,7 @@ def card_for_hub(
     """The folder's own card, or a short one where it has none.
 
     Args:
-        name: of the folder, by which its card calls it.
+        name: of the folder, which a card of its own may call otherwise: it is known by its heading.
         base_model_id: the base's name where the run only knew a folder.
         data_license: the Hub's name of a licence.
 
@@ -41,6 +41,8 @@ def card_for_hub(
         ValueError: metadata that the Hub would refuse.
     """
     text = contents.text("README.md") if "README.md" in contents.files else _short_card(contents, name)
+    heading = re.search(r"^# (.+)$", text, re.MULTILINE)
+    name = heading[1] if heading else name
     text = text.replace(f'"{name}"', f'"{repo_id}"').replace(f"`tinylm chat {name}`", f"`tinylm chat {repo_id}`")
     try:
         card = (DatasetCard if contents.kind == "corpus" else ModelCard)(text)
