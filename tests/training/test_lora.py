@@ -88,15 +88,16 @@ def test_trainable_weights_are_fp32_on_a_base_in_half_precision(dtype: torch.dty
     assert {weight.dtype for weight in model.parameters() if not weight.requires_grad} == {dtype}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     scaler = torch.amp.GradScaler("cpu")
+    optimizers = [torch.optim.SGD(trained) for _ in range(2)]  # known to the scaler by their id: both have to live
     with torch.autocast("cpu", torch.bfloat16):
         scaler.scale(model(input_ids=IDS, labels=IDS).loss).backward()
-    scaler.unscale_(torch.optim.SGD(trained))
+    scaler.unscale_(optimizers[0])
     for weight in trained:
         weight.grad, weight.data = None, weight.data.half()
     with torch.autocast("cpu", torch.bfloat16):
         scaler.scale(model(input_ids=IDS, labels=IDS).loss).backward()
     with pytest.raises(ValueError, match="unscale FP16"):
-        scaler.unscale_(torch.optim.SGD(trained))
+        scaler.unscale_(optimizers[1])
 
 
 def test_the_frozen_base_is_held_in_the_runs_precision_and_a_trained_one_in_fp32() -> None:
