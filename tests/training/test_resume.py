@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tests.distributed import run_on_ranks
@@ -46,6 +47,13 @@ def tiny_transformer(seed: int = 0) -> torch.nn.Module:
     return TinyTransformerForCausalLM(TinyTransformerConfig(max_position_embeddings=37, dropout=0.1))
 
 
+def lora(seed: int = 0) -> torch.nn.Module:
+    """Adapters with dropout; the base is the same for every seed."""
+    base = tiny_model()
+    torch.manual_seed(seed)
+    return get_peft_model(base, LoraConfig(r=3, lora_dropout=0.2, target_modules=["q_proj", "v_proj"]))
+
+
 def train(folder: object, model: torch.nn.Module, resume: str | None = None, callbacks=(), **settings: object):
     rows = UnevenRows(22)
     trainer = LanguageModelTrainer(
@@ -80,7 +88,7 @@ def history(folder: Path) -> list[dict[str, float]]:
 def contents(folder: Path) -> dict[str, object]:
     """What decides how a run goes on from a checkpoint, bit for bit."""
     found: dict[str, object] = {"history": history(folder), "progress": (folder / "progress.json").read_text()}
-    found["weights"] = (folder / "model.safetensors").read_bytes()
+    found["weights"] = [path.read_bytes() for path in sorted(folder.glob("*model.safetensors"))]
     for path in sorted(folder.glob("*.pt*")):
         with torch.serialization.safe_globals([]):
             found[path.name] = flat(torch.load(path, weights_only=False))
@@ -104,7 +112,7 @@ def resumed_copy(whole: Path, name: str, folder: Path) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize("build", [tlm, tiny_transformer])
+@pytest.mark.parametrize("build", [tlm, tiny_transformer, lora])
 @pytest.mark.parametrize("numbers", ["fp32", "bf16"])
 def test_weights_optimizer_schedule_and_logged_losses_are_those_of_the_undisturbed_run(
     tmp_path, monkeypatch, build, numbers

@@ -119,7 +119,7 @@ def test_a_step_and_a_save_over_the_launchers_grace_are_warned_of_once(tmp_path,
     trainer = trainer_for(tiny_model(), UnevenRows(), run_arguments(tmp_path))
     trainer._times["step"] = 20.0
     for seconds in (5.0, 12.0, 13.0):
-        trainer._warn_of_grace(seconds)
+        trainer.note_save_time(seconds)
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "up to 20 s and a save 12 s" in warning and "`STOP`" in warning and "--max_time" in warning
 

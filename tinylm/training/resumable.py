@@ -6,9 +6,8 @@ What differs from the stock Trainer, and why:
 - the logging window, the token counts, the bad steps in a row and the callbacks' counters are part of it, so the logged
   losses are those of the undisturbed run too (stock: the window's sum and early stopping's patience are lost);
 - the position in map-style data is the number of steps done (stock: the sampler is run through);
-- signals, files and a time limit stop a run after a step that all ranks agree on; what was due then is done first when
-  it goes on, so that saving need not wait for a validation;
-- each rank notes what it is doing, so that the others can say which one failed;
+- a run that is told to stop saves at once; what was due in that step is done first when it goes on, so that saving need
+  not wait for a validation;
 - what falls on an epoch's last step is done once, at the end of the epoch, so that a checkpoint is never between the
   two; a run that has taken its last step goes on to its end (stock: takes one step more).
 """
@@ -18,29 +17,25 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Trainer, TrainerControl
+from transformers import TrainerControl
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from tinylm.data.order import GlobalBatches
 
-from .arguments import RunArguments
 from .checkpoints import STATE_NAME, complete, place_for, remove_leftovers, remove_older, set_aside_newer
 from .launch import RunInterrupted, RunStopped, sum_over_ranks
 from .loss_meter import LossMeter
 from .manifest import write_manifest
-from .phases import Phases
-from .run_record import HOW_TO_GO_ON, write_atomically, write_status
-from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
+from .run_record import HOW_TO_GO_ON, write_atomically
 from .trackers import one_wandb_run
+from .watched import WatchedTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +43,9 @@ PROGRESS_NAME = "progress.json"
 """In each checkpoint: the order of the data, the tokens so far, the present logging window."""
 
 
-class ResumableTrainer(Trainer):
+class ResumableTrainer(WatchedTrainer):
     """`Trainer` whose interrupted and resumed runs end in the bytes of the undisturbed one."""
 
-    args: RunArguments
     meter: LossMeter
 
     def __init__(self, **kwargs) -> None:
@@ -61,13 +55,6 @@ class ResumableTrainer(Trainer):
         self._stopped_early_of = 0  # the number of steps that a run was to have whose early stopping ended it
         self._handled_step = -1  # the last step whose logs, validation and checkpoint are done
         self._due: dict[str, float | bool | None] | None = None  # what a run that was stopped has to do first
-        self._wishes = (False, False)  # of any rank: to save, to stop
-        self._requests: StopRequests | None = None
-        self._times = {"step": 0.0, "save": 0.0}  # seconds, the longest so far
-        self._step_began = 0.0
-        self._step_loss: Tensor | float = 0.0  # of this rank
-        self.loss_is_finite = True  # in this step, on every rank
-        self.phases = Phases(Path(self.args.output_dir), self.args.process_index, self.args.world_size)
 
     # What a subclass adds.
 
@@ -85,46 +72,18 @@ class ResumableTrainer(Trainer):
 
         Raises:
             RunInterrupted: the run was stopped on purpose, and saved.
-            RunStopped: another rank failed; which one, and where.
+            RunStopped: a checkpoint could not be written, or another rank failed: which one, and where.
         """
-        folder = Path(self.args.output_dir)
-        if dist.is_initialized():  # `TrainingArguments` hands it on to groups of GPUs only
-            dist.distributed_c10d._set_pg_timeout(self.args.ddp_timeout_delta)
         if self.is_world_process_zero():
-            remove_leftovers(folder)
+            remove_leftovers(Path(self.args.output_dir))
         self.steps_done = 0
         if resume_from_checkpoint:
             self.go_on_from(resume_from_checkpoint)
             logger.info("Going on from %s", resume_from_checkpoint)
-        self._requests = StopRequests(
-            folder,
-            is_rank_zero=self.is_world_process_zero(),
-            max_seconds=parse_duration(self.args.max_time) if self.args.max_time else None,
-            leave_at_once=self.phases.somebody_failed,
-            before_dying=lambda: self.write_status("interrupted"),
-        )
         logs_to_wandb = "wandb" in self.args.report_to and self.is_world_process_zero()
         tracker = one_wandb_run(self.args.output_dir, goes_on=bool(self.steps_done)) if logs_to_wandb else nullcontext()
-        with self.status_is_kept(), self._requests, self.phases, tracker:
+        with tracker:
             return super().train(resume_from_checkpoint, **kwargs)
-
-    @contextmanager
-    def status_is_kept(self) -> Iterator[None]:
-        """`STATUS` says so when the block ends in an error."""
-        try:
-            yield
-        except (KeyboardInterrupt, RunInterrupted):
-            self.write_status("interrupted")
-            raise
-        except BaseException:
-            self.write_status("failed")
-            raise
-
-    def write_status(self, status: str) -> None:
-        """`STATUS`, by rank 0; a disk that takes no more changes nothing."""
-        if self.is_world_process_zero():
-            with suppress(OSError):
-                write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
 
     def go_on_from(self, checkpoint: str) -> None:
         """Takes counts and position over; refuses an order of the data that would repeat or skip rows in silence.
@@ -191,55 +150,23 @@ class ResumableTrainer(Trainer):
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False) -> dict[str, float]:
         if skip_scheduler and self.steps_done:
             return {}  # `eval_on_start`, and this is not the start
-        self.phases.enter("validation", self.state.global_step)
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-
-    # A step.
-
-    def get_batch_samples(self, *args, **kwargs) -> tuple[list, Tensor | int | None]:
-        self._step_began, self._step_loss = time.perf_counter(), 0.0
-        self.phases.enter("data", self.state.global_step + 1)
-        return super().get_batch_samples(*args, **kwargs)
-
-    def _get_num_items_in_batch(self, *args, **kwargs) -> Tensor | int | None:
-        self.phases.enter("exchange", self.state.global_step + 1)
-        return super()._get_num_items_in_batch(*args, **kwargs)
-
-    def training_step(self, *args, **kwargs) -> Tensor:
-        self.phases.enter("compute", self.state.global_step + 1)
-        loss = super().training_step(*args, **kwargs)
-        self._step_loss = self._step_loss + loss
-        return loss
-
-    def compute_loss(self, *args, **kwargs):
-        computed = super().compute_loss(*args, **kwargs)
-        self.phases.enter("exchange", self.state.global_step + 1)  # backward comes next
-        return computed
-
-    def _get_grad_norm(self, *args, **kwargs) -> Tensor | float:
-        """Once a step: what does any rank want, and is its loss a number? The stock method follows."""
-        self.phases.enter("exchange", self.state.global_step + 1)
-        is_bad = not torch.isfinite(torch.as_tensor(self._step_loss))
-        save, stop, num_bad = sum_over_ranks([*self._requests.wishes(), is_bad])
-        self._wishes, self.loss_is_finite = (bool(save), bool(stop)), not num_bad
-        self.phases.enter("compute", self.state.global_step + 1)
-        return super()._get_grad_norm(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm, *args, learning_rate=None, **kwargs) -> None:
         """Called after each step, and again when the epoch has ended; what the last step asks for waits for that."""
-        self._times["step"] = max(self._times["step"], time.perf_counter() - self._step_began)
+        self.note_step_time()
         is_last = self.control.should_training_stop or float(self.state.epoch).is_integer()
         if is_last and self._handled_step != self.state.global_step:
             self._handled_step = self.state.global_step
             return
         self._handled_step = self.state.global_step
-        (save, stop), self._wishes = self._wishes, (False, False)
+        save, stop = self.take_wishes()
         if stop and not self.control.should_training_stop:
             self._interrupt(grad_norm, learning_rate)
         self.control.should_save |= save
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
-        if save and self.is_world_process_zero():
-            self._requests.fulfilled()
+        if save:
+            self.wishes_are_fulfilled()
 
     def _interrupt(self, grad_norm: Tensor | float | None, learning_rate: float | None) -> None:
         self._due = {
@@ -250,11 +177,10 @@ class ResumableTrainer(Trainer):
         }
         self._save_checkpoint(self.model, trial=None)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        if self.is_world_process_zero():
-            self._requests.fulfilled()
+        self.wishes_are_fulfilled()
         raise RunInterrupted(
             f"Stopped after step {self.state.global_step} of {self.state.max_steps} and saved"
-            f" ({self._requests.reason or 'another rank was asked to'}). Go on with {HOW_TO_GO_ON}."
+            f" ({self.why_to_stop()}). Go on with {HOW_TO_GO_ON}."
         )
 
     # Saving.
@@ -296,18 +222,7 @@ class ResumableTrainer(Trainer):
             self._push_from_checkpoint(str(checkpoint))
         seconds = time.perf_counter() - began
         logger.info("Saved %s in %.1f s", checkpoint, seconds)
-        self._warn_of_grace(seconds)
-
-    def _warn_of_grace(self, seconds: float) -> None:
-        """Says once that a launcher would kill the run before it has saved."""
-        is_news = self._times["save"] + self._times["step"] <= LAUNCHERS_GRACE
-        self._times["save"] = max(self._times["save"], seconds)
-        if is_news and self._times["save"] + self._times["step"] > LAUNCHERS_GRACE:
-            logger.warning(
-                "A step takes up to %.0f s and a save %.0f s, and a launcher that is told to stop kills the ranks after"
-                " %.0f s: stop this run with a file `%s` in its folder, or with `--max_time`.",
-                *(self._times["step"], self._times["save"], LAUNCHERS_GRACE, STOP_NAME),
-            )
+        self.note_save_time(seconds)
 
     def _progress(self) -> dict[str, object]:
         """Every rank has to call it."""

@@ -73,6 +73,7 @@ class StopRequests:
         self._handlers_before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequests":
+        self.reason, self._signalled_at = "", None
         self._handlers_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
 

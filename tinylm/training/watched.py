@@ -1,0 +1,139 @@
+"""A Trainer that can be stopped on purpose, and whose ranks can say which of them has failed.
+
+Choices:
+- One exchange of three numbers a step, before the weights change: does any rank want to save, to stop, and is every
+  rank's loss a number? So all ranks decide the same in the same step.
+- Each rank notes which phase of which step it is in (`phases.py`).
+- `STATUS` is kept true when the run ends in an error.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+
+from .arguments import RunArguments
+from .launch import RunInterrupted, sum_over_ranks
+from .phases import Phases
+from .run_record import HOW_TO_GO_ON, write_status
+from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
+
+logger = logging.getLogger(__name__)
+
+
+class WatchedTrainer(Trainer):
+    """`Trainer` with the wishes of all ranks, their phases and their `STATUS`."""
+
+    args: RunArguments
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        folder = Path(self.args.output_dir)
+        self.phases = Phases(folder, self.args.process_index, self.args.world_size)
+        self.loss_is_finite = True  # in this step, on every rank
+        self._step_loss: Tensor | float = 0.0  # of this rank
+        self._wishes = (False, False)  # of any rank: to save, to stop
+        self._times = {"step": 0.0, "save": 0.0}  # seconds, the longest so far
+        self._step_began = 0.0
+        self._requests = StopRequests(
+            folder,
+            is_rank_zero=self.is_world_process_zero(),
+            max_seconds=parse_duration(self.args.max_time) if self.args.max_time else None,
+            leave_at_once=self.phases.somebody_failed,
+            before_dying=lambda: self.write_status("interrupted"),
+        )
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
+        if dist.is_initialized():  # `TrainingArguments` hands it on to groups of GPUs only
+            dist.distributed_c10d._set_pg_timeout(self.args.ddp_timeout_delta)
+        with self.status_is_kept(), self._requests, self.phases:
+            return super().train(resume_from_checkpoint, **kwargs)
+
+    @contextmanager
+    def status_is_kept(self) -> Iterator[None]:
+        """`STATUS` says so when the block ends in an error."""
+        try:
+            yield
+        except (KeyboardInterrupt, RunInterrupted):
+            self.write_status("interrupted")
+            raise
+        except BaseException:
+            self.write_status("failed")
+            raise
+
+    def write_status(self, status: str) -> None:
+        """`STATUS`, by rank 0; a disk that takes no more changes nothing."""
+        if self.is_world_process_zero():
+            with suppress(OSError):
+                write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
+
+    # What the ranks want.
+
+    def take_wishes(self) -> tuple[bool, bool]:
+        """Whether any rank was asked to save, and to stop, in this step; asked once."""
+        wishes, self._wishes = self._wishes, (False, False)
+        return wishes
+
+    def why_to_stop(self) -> str:
+        return self._requests.reason or "another rank was asked to"
+
+    def wishes_are_fulfilled(self) -> None:
+        if self.is_world_process_zero():
+            self._requests.fulfilled()
+
+    def note_step_time(self) -> None:
+        """Called when a step's weights have changed."""
+        self._times["step"] = max(self._times["step"], time.perf_counter() - self._step_began)
+
+    def note_save_time(self, seconds: float) -> None:
+        """Says once that a launcher would kill the run before it has saved."""
+        is_news = self._times["save"] + self._times["step"] <= LAUNCHERS_GRACE
+        self._times["save"] = max(self._times["save"], seconds)
+        if is_news and self._times["save"] + self._times["step"] > LAUNCHERS_GRACE:
+            logger.warning(
+                "A step takes up to %.0f s and a save %.0f s, and a launcher that is told to stop kills the ranks after"
+                " %.0f s: stop this run with a file `%s` in its folder, or with `--max_time`.",
+                *(self._times["step"], self._times["save"], LAUNCHERS_GRACE, STOP_NAME),
+            )
+
+    # The phases of a step, in their order.
+
+    def get_batch_samples(self, *args, **kwargs) -> tuple[list, Tensor | int | None]:
+        self._step_began, self._step_loss = time.perf_counter(), 0.0
+        self.phases.enter("data", self.state.global_step + 1)
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args, **kwargs) -> Tensor | int | None:
+        self.phases.enter("exchange", self.state.global_step + 1)
+        return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def training_step(self, *args, **kwargs) -> Tensor:
+        self.phases.enter("compute", self.state.global_step + 1)
+        loss = super().training_step(*args, **kwargs)
+        self._step_loss = self._step_loss + loss
+        return loss
+
+    def compute_loss(self, *args, **kwargs):
+        computed = super().compute_loss(*args, **kwargs)
+        self.phases.enter("exchange", self.state.global_step + 1)  # backward comes next
+        return computed
+
+    def _get_grad_norm(self, *args, **kwargs) -> Tensor | float:
+        """Once a step: what does any rank want, and is its loss a number? The stock method follows."""
+        self.phases.enter("exchange", self.state.global_step + 1)
+        is_bad = not torch.isfinite(torch.as_tensor(self._step_loss))
+        save, stop, num_bad = sum_over_ranks([*self._requests.wishes(), is_bad])
+        self._wishes, self.loss_is_finite = (bool(save), bool(stop)), not num_bad
+        self.phases.enter("compute", self.state.global_step + 1)
+        return super()._get_grad_norm(*args, **kwargs)
+
+    def _evaluate(self, *args, **kwargs) -> dict[str, float]:
+        self.phases.enter("validation", self.state.global_step)
+        return super()._evaluate(*args, **kwargs)
