@@ -117,6 +117,15 @@ def test_what_is_meant_to_be_sent_arrives_and_nothing_else(hub: HubServer, run: 
     assert '`pipeline("x", "me/tlm")`, `tinylm chat me/tlm`' in files["README.md"].decode()
 
 
+def test_code_travels_with_what_it_imports_from_beside_it(hub: HubServer, run: Path) -> None:
+    code = run / "modeling_tlm.py"
+    code.write_text(code.read_text() + "\nfrom .rotary import turn\n")
+    (run / "rotary.py").write_text("turn = None\n")
+    push_folder(run, "me/tlm")
+    assert {"modeling_tlm.py", "rotary.py"} <= held(hub, "me/tlm").keys()
+    assert "secret.py" not in held(hub, "me/tlm")
+
+
 def test_a_second_push_replaces_the_first_and_one_from_elsewhere_does_not(
     hub: HubServer, run: Path, adapter: Path
 ) -> None:
@@ -158,6 +167,7 @@ def test_an_adapter_names_its_base_by_an_id_of_the_hub(hub: HubServer, adapter: 
     [
         ("README.md", "---\ntags: [a]\n---\nfrom /home/me/runs/x\n", "in line 4 a path of this machine, `/home/me/"),
         ("all_results.json", '{"base": "C:\\\\Users\\\\me"}', "a path of this machine"),
+        ("all_results.json", '{"of": "/Users/me"}', "`/Users/me`"),  # there is no such folder here
         ("config.json", '{"model_type": "tlm", "_name_or_path": "/tmp/base"}', "`/tmp/base`"),
         ("config.json", '{"model_type": "tlm", "_name_or_path": "/gpfs/me/base"}', "`/gpfs/me/base`"),
         ("README.md", "---\ntags: [a]\n---\nfrom ~/runs\n", "`~/runs`"),
@@ -173,6 +183,11 @@ def test_a_path_of_this_machine_or_a_token_is_not_sent(
     message = refusal(run)
     assert f"`{name}` holds" in message and said in message and hub.requests == []
     assert "hf_AbC" not in message and "0123456789" not in message
+
+
+def test_the_token_in_use_is_not_sent_whatever_it_looks_like(hub: HubServer, run: Path) -> None:
+    (run / "all_results.json").write_text('{"note": "an ordinary word"}')
+    assert "looks like a token" in refusal(run, token="ordinary") and hub.requests == []
 
 
 def test_what_looks_a_little_like_a_path_or_a_key_is_sent(hub: HubServer, run: Path) -> None:
