@@ -27,16 +27,16 @@ class Rounding:
 
     Args:
         tolerance: the largest difference, as a part of the largest gradient in the same tensor.
-        least_scale: the largest gradient of a tensor counts as at least this part of the model's: some are zero but for
-            rounding, as those of a key's bias are.
+        least_scale: the largest gradient of a tensor counts as at least this part of the norm of all gradients: some
+            are zero but for rounding, as those of a key's bias are.
     """
 
     tolerance: float
     least_scale: float
 
 
-FP32 = Rounding(tolerance=1e-6, least_scale=1.0)
-BF16 = Rounding(tolerance=2**-6, least_scale=1e-4)  # 2**-9 at each rounding, of parts that may cancel in the mean
+FP32 = Rounding(tolerance=1e-6, least_scale=1.0)  # so of the norm: no single gradient is larger
+BF16 = Rounding(tolerance=2**-6, least_scale=1e-5)  # 2**-9 at each rounding, of parts that may cancel in the mean
 
 
 class Exchange(Protocol):
@@ -58,7 +58,7 @@ class Proof:
     Args:
         world_size: ranks.
         gradient_difference: largest difference of a gradient's element to the reference, over all steps and ranks, as
-            a part of the largest gradient (see `Rounding`); infinite where only one of the two has a gradient, NaN
+            a part of the scale that `Rounding` tells; infinite where only one of the two has a gradient, NaN
             where one is.
         tolerance: up to this, the difference is rounding.
         replicas_identical: the parameters and buffers have the same bits on all ranks after the last step.
@@ -184,16 +184,17 @@ def _descend(model: nn.Module) -> None:
 
 def _largest_difference(model: nn.Module, reference: nn.Module, least_scale: float) -> float:
     """See `Proof.gradient_difference`."""
-    differences, largest = [0.0], [0.0]
+    differences, largest, norms = [0.0], [0.0], [0.0]
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         if mine.grad is not None and other.grad is not None:
             differences.append((mine.grad - other.grad).abs().max().item())
             largest.append(other.grad.abs().max().item())
+            norms.append(other.grad.norm().item())
         elif mine.grad is not other.grad:
             differences.append(math.inf)
             largest.append(0.0)
-    difference, scale = torch.tensor(differences), torch.tensor(largest)
-    parts = difference / scale.clamp(min=least_scale * scale.max())
+    difference, least = torch.tensor(differences), least_scale * torch.tensor(norms).norm()
+    parts = difference / torch.tensor(largest).clamp(min=least)
     return _largest(parts.where(difference != 0, 0.0).tolist())
 
 
