@@ -51,20 +51,39 @@ def audit(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: tinylm doctor --run runs/tlm --ranks 2")
+@app.command(
+    epilog="Example: tinylm doctor --config recipes/configs/pretrain_tlm/demo.yaml",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def doctor(
-    run: Annotated[Path, typer.Option("--run", help="The folder of a run.")],
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="With how many ranks to go on.")] = None,
+    flags: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A run file; more flags of its recipe may follow.")
+    ] = None,
+    launch_config: Annotated[
+        Path | None, typer.Option("--launch_config", help="A launch file, such as accelerate_configs/cpu_gloo.yaml.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Instead: the folder of a run that was started.")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Of --run: with how many to go on.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of the table.")] = False,
 ) -> None:
-    """Examine a run's folder and whether it can be gone on with here: exit code 1 if there is a problem."""
+    """Would a run start here and last, or can one be gone on with: exit code 1 if there is a problem."""
     _quieten()
+    logging.getLogger("tinylm").setLevel(logging.ERROR)  # what is said on the way is in the table
     from dataclasses import asdict
 
     from tinylm.inspection.doctor import examine_run, table
+    from tinylm.inspection.doctor_checks import examine_plan
 
-    findings = examine_run(run, ranks)
-    typer.echo(json.dumps([asdict(finding) for finding in findings]) if as_json else "\n".join(table(findings)))
+    if run is not None and (config or launch_config or flags.args):
+        raise ValueError("`tinylm doctor` looks at a run that was started (`--run`) or at one to be (`--config`).")
+    findings = examine_run(run, ranks) if run else examine_plan(config, launch_config, flags.args)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings]))
+    elif sys.stdout.isatty():
+        _print_table([tuple(asdict(finding).values()) for finding in findings])
+    else:
+        typer.echo("\n".join(table(findings)))
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(1)
 
@@ -76,12 +95,13 @@ def doctor(
 def preview(
     flags: typer.Context,
     config: Annotated[Path, typer.Option("--config", help="A run file; more flags of its recipe may follow.")],
+    measure: Annotated[bool, typer.Option("--measure", help="Take a few real steps, for time and memory.")] = False,
 ) -> None:
-    """Show what a run would train on: examples with the trained part marked, and counts. Nothing is written."""
+    """Show what a run would train on, with its steps and memory: examples, the trained part marked. Writes nothing."""
     _quieten()
     from tinylm.inspection.preview_run import preview_run
 
-    typer.echo(preview_run(config, flags.args))
+    typer.echo(preview_run(config, flags.args, measure=measure))
 
 
 @app.command(epilog="Example: tinylm report runs/demo/tlm runs/wikipedia/streamed --output_dir report")
@@ -224,6 +244,17 @@ def _quieten() -> None:
 def _write(text: str) -> None:
     typer.echo(text, nl=False)
     sys.stdout.flush()
+
+
+def _print_table(rows: list[tuple[str, str, str]]) -> None:
+    from rich import box, print
+    from rich.table import Table
+
+    colors = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+    shown = Table(box=box.SIMPLE, show_header=False)
+    for level, subject, detail in rows:
+        shown.add_row(f"[{colors[level]}]{level}", subject, detail.replace("[", r"\["))
+    print(shown)
 
 
 def _typed_lines() -> Iterator[str]:

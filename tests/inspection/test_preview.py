@@ -39,7 +39,9 @@ def examples(chats: str) -> Examples:
 @pytest.fixture
 def run_file(tmp_path: Path, chats: str) -> Path:
     """A fine-tuning run of a Qwen2 that has no weights: none are needed."""
-    Qwen2Config(vocab_size=300, max_position_embeddings=512).save_pretrained(tmp_path / "base")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 24, "vocab_size": 300, "max_position_embeddings": 512}
+    Qwen2Config(**sizes).save_pretrained(tmp_path / "base")
     TOKENIZER.save_pretrained(tmp_path / "base")
     run = {"model_name_or_path": str(tmp_path / "base"), "data_files": chats, "output_dir": str(tmp_path / "run")}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**run, "use_cpu": True, "report_to": "none"}))
@@ -110,6 +112,8 @@ def test_the_command_shows_a_fine_tuning_run_and_writes_nothing(run_file: Path) 
     assert "⟦Hello.<|im_end|>⟧" in result.output
     assert "--- 1 examples of 2 rows, " in result.output and "1 rows without a target dropped" in result.output
     assert "--- Packed: 1 rows of up to 200 tokens" in result.output
+    assert "--- Steps: about 3, each of up to 8 x 105 tokens on a rank" in result.output
+    assert re.search(r"--- Parameters: [\d,]+, trained: 512\n--- Memory of a rank, estimated: ", result.output)
     result = CliRunner().invoke(app, ["preview", "--config", str(run_file), "--packing=false"])
     assert "--- Padded: batches of 8 examples" in result.output
     after = {path: path.stat().st_mtime_ns for path in run_file.parent.rglob("*") if path.suffix != ".lock"}
@@ -134,4 +138,6 @@ def test_the_command_shows_the_blocks_of_a_pretraining_run(tmp_path: Path) -> No
     flags = ["--tokenizer_name_or_path", str(tmp_path / "tokenizer")]
     result = CliRunner().invoke(app, ["preview", "--config", str(tmp_path / "run.yaml"), *flags])
     assert re.search(r"--- block 2: 40 tokens\n.*</s>Paragraph", result.output), result.output
+    assert "--- Steps: 3, each of up to 8 x 40 tokens on a rank, up to 960 together" in result.output
+    assert "--- Parameters: 19,831,296, trained: 19,831,296\n" in result.output
     assert not (tmp_path / "run").exists()

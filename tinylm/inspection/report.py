@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tinylm.inspection.report_charts import draw_charts, duration
-from tinylm.inspection.run_log import RunLog, read_run_logs
+from tinylm.inspection.report_charts import draw_charts
+from tinylm.inspection.run_log import RunLog, duration, read_run_logs
 from tinylm.training.run_record import write_atomically
 
 REPORT_NAME = "report.md"

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from tinylm.inspection.run_log import Points, RunLog
+from tinylm.inspection.run_log import Points, RunLog, duration
 
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 _SHOWN_LOSSES = 0.98
@@ -105,15 +105,3 @@ def _dress(axes: Axes, name: str, *, has_legend: bool) -> None:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     if has_legend:
         axes.legend(fontsize=8)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(42.4), duration(125), duration(90_000)
-    ('42 s', '2 min 05 s', '25 h 00 min')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

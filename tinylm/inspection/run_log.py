@@ -128,3 +128,15 @@ def _read(path: Path) -> dict:
 def _arrays(points: Iterable[tuple[float, float]]) -> Points:
     table = np.array(list(points), dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(42.4), duration(125), duration(90_000)
+    ('42 s', '2 min 05 s', '25 h 00 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -89,16 +89,25 @@ def plan_training(config: PreTrainedConfig, lora: LoraArguments) -> int:
         FileNotFoundError: no such adapter.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = untrained_model(config, lora)
+    if lora.adapter_name_or_path:
+        _check_weights_fit(model, lora)
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+def untrained_model(
+    config: PreTrainedConfig, lora: LoraArguments, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel | Adapter:
+    """What will be trained, with weights of `dtype` (those of the adapter in fp32) that mean nothing.
+
+    Raises:
+        ValueError, FileNotFoundError: as `plan_training`.
+    """
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if lora.full:
         _check_full(lora)
-        return sum(weight.numel() for weight in model.parameters())
-    settings = _settings(model, lora)
-    with torch.device("meta"):
-        adapter = Adapter(model, settings)
-    if lora.adapter_name_or_path:
-        _check_weights_fit(adapter, lora)
-    return sum(weight.numel() for weight in adapter.parameters() if weight.requires_grad)
+        return model
+    return Adapter(model, _settings(model, lora))
 
 
 def trainable_model(model: PreTrainedModel, lora: LoraArguments) -> PreTrainedModel | Adapter:

@@ -28,7 +28,7 @@ def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
     if "wandb" in report_to:
         os.environ.setdefault("WANDB_DIR", output_dir)
         os.environ.setdefault("WANDB_SILENT", "true")
-        if not os.environ.get("WANDB_MODE") and not _has_wandb_key():
+        if not os.environ.get("WANDB_MODE") and not has_wandb_key():
             logger.info("W&B has no API key here, so it logs offline; `wandb sync` uploads the run later.")
             os.environ["WANDB_MODE"] = "offline"
     if "tensorboard" in report_to:
@@ -55,7 +55,8 @@ def one_wandb_run(output_dir: str, *, goes_on: bool) -> Iterator[None]:
             os.environ.update({} if value is None else {name: value})
 
 
-def _has_wandb_key() -> bool:
+def has_wandb_key() -> bool:
+    """Whether W&B can log in without asking."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").removeprefix("https://").rstrip("/")
