@@ -112,8 +112,22 @@ def resumed_copy(whole: Path, name: str, folder: Path) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize("build", [tlm, tiny_transformer, lora])
-@pytest.mark.parametrize("numbers", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("build", "numbers"),
+    [
+        (tlm, "fp32"),
+        (lora, "bf16"),
+        *[
+            pytest.param(build, numbers, marks=pytest.mark.slow)
+            for build, numbers in (
+                (tlm, "bf16"),
+                (lora, "fp32"),
+                (tiny_transformer, "fp32"),
+                (tiny_transformer, "bf16"),
+            )
+        ],
+    ],
+)
 def test_weights_optimizer_schedule_and_logged_losses_are_those_of_the_undisturbed_run(
     tmp_path, monkeypatch, build, numbers
 ):
@@ -139,7 +153,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("step", [4, 6, 7, 12])
+@pytest.mark.parametrize("step", [4, 12, *[pytest.param(step, marks=pytest.mark.slow) for step in (6, 7)]])
 def test_a_stop_saves_before_the_validation_that_is_due_and_the_run_goes_on_with_it(tmp_path, whole, step):
     """Step 4 is validated, 6 ends an epoch and is logged, 7 is nothing, 12 is all of it."""
     with pytest.raises(RunInterrupted, match=rf"Stopped after step {step} of 14 and saved \(SIGTERM\)"):
