@@ -77,12 +77,16 @@ def estimate_memory(
         optimizer_class, settings = LanguageModelTrainer.get_optimizer_cls_and_kwargs(run, model)
         optimizer = optimizer_class(trained, **settings)
         batch = _batch(model, run, num_tokens, num_targets)
-        for num_batches in (1, min(2, run.gradient_accumulation_steps)):  # the optimizer has no state before a step
-            for _ in range(num_batches):
-                _forward_and_backward(model, run, batch)
-            with living.called("optimizer"):
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        with living.called("gradients"):  # of a first step, before which the optimizer has no state
+            for weight in trained:
+                weight.grad = torch.empty_like(weight)
+        with living.called("optimizer"):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(min(2, run.gradient_accumulation_steps)):
+            _forward_and_backward(model, run, batch)
+        with living.called("optimizer"):
+            optimizer.step()
         counts = [sum(weight.numel() for weight in weights) for weights in (model.parameters(), trained)]
     parts = {part: living.most[part] for part in PARTS}
     peak = _KERNELS + (living.peak + sum(parts.values())) // 2 if run.device.type == "cpu" else living.peak
