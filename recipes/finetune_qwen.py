@@ -69,9 +69,10 @@ def main() -> None:
     answers = BeforeAfter(trainer, corpus.prompts or run.sample_prompts, go_on=checkpoint is not None)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     metrics = finish_run(trainer, result.metrics)
+    compared = answers.compared(metrics) if trainer.runs_samples else ""
     if trainer.is_world_process_zero():
         write_card(run.output_dir)
-        print(answers.compared(metrics))
+        print(compared)
     with rank_zero_first("push"):
         if destination is not None:
             push_finished(run.output_dir, destination)

@@ -52,15 +52,18 @@ def main() -> None:
     begin_run(trainer, launch, corpus.description, checkpoint)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     finish_run(trainer, result.metrics)
-    if trainer.is_world_process_zero():
-        write_card(run.output_dir)
+    texts = []
+    if trainer.runs_samples:
         settings = {
             "max_new_tokens": min(60, config.max_position_embeddings // 2),
             "temperature": 0.8,
             "top_k": 50,
             "seed": run.seed,
         }
-        for text in generate_text(trainer.model, corpus.tokenizer, run.sample_prompts, **settings):
+        texts = generate_text(trainer.model, corpus.tokenizer, run.sample_prompts, **settings)
+    if trainer.is_world_process_zero():
+        write_card(run.output_dir)
+        for text in texts:
             print(f"--- sample\n{text}")
     with rank_zero_first("push"):
         if destination is not None:

@@ -150,7 +150,7 @@ def test_launch_files_that_start_something_else_are_problems() -> None:
         [(level, detail)] = launch_findings(distributed_type=kind, num_processes=2, use_cpu=True)
         assert level == "problem" and "a single process" in detail
     [(level, detail)] = launch_findings(distributed_type="FSDP", num_processes=2, use_cpu=True)
-    assert level == "problem" and "plain DDP" in detail
+    assert level == "ok" and "2 ranks on a machine, `FSDP`, on the CPU" in detail
     [(level, detail)] = launch_findings(distributed_type="MULTI_GPU", num_processes=2)
     assert level == "problem" and "torch sees 0 GPUs" in detail
     [(level, detail)] = launch_findings(distributed_type="MULTI_GPU", num_processes=2000, use_cpu=True)

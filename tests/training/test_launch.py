@@ -37,10 +37,12 @@ def test_a_process_alone_that_was_meant_as_one_of_two_is_refused_with_both_sizes
         start(torch.device("cpu"))
 
 
-def test_fsdp_that_a_cpu_would_turn_into_something_else_is_refused_with_both_engines(monkeypatch, threads):
-    """Case D1."""
+@pytest.mark.parametrize(("version", "asked"), [("2", "fsdp2"), ("1", "fsdp")])
+def test_an_engine_that_would_not_come_up_is_refused_with_both_engines(monkeypatch, threads, version, asked):
+    """Case D1: one process has nothing to share."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(RunStopped, match=r"asks for the engine `fsdp2` and this run would use `none`"):
+    monkeypatch.setenv("FSDP_VERSION", version)
+    with pytest.raises(RunStopped, match=f"asks for the engine `{asked}` and this run would use `none`"):
         start(torch.device("cpu"))
     check_engine("ddp", "ddp")
 

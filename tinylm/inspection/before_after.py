@@ -57,6 +57,8 @@ class BeforeAfter:
             return generate_text(model, tokenizer, texts, max_new_tokens=length, temperature=0.0)
 
     def _write(self, rows: Sequence[Mapping[str, object]]) -> None:
+        if not self._trainer.is_world_process_zero():
+            return  # it was here to run the model
         write_atomically(self._path, json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -23,8 +23,6 @@ from tinylm.inspection.machine_checks import (
     check_launch,
     check_threads,
     check_versions,
-    ranks_here,
-    read_launch_file,
 )
 from tinylm.inspection.measure import is_finetuning
 from tinylm.inspection.memory import MemoryEstimate
@@ -36,6 +34,7 @@ from tinylm.training.chat_corpus import load_chat_tokenizer, max_length_for
 from tinylm.training.checkpoints import check_room, checkpoint_to_resume
 from tinylm.training.corpus import checked_block_size, load_config, load_tokenizer, source_from
 from tinylm.training.finetune_arguments import ChatArguments, FinetuneArguments, LoraArguments
+from tinylm.training.launch_files import ranks_here, read_launch_file
 from tinylm.training.lora import base_name, plan_training
 from tinylm.training.trackers import has_wandb_key
 

@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
 import torch
-import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tinylm.inspection.doctor import Finding
+from tinylm.training.launch_files import ranks_here
 
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _NVIDIA = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
@@ -89,31 +89,6 @@ def check_threads(num_threads: int | None, num_ranks: int) -> Finding:
     return Finding("ok", "threads", said)
 
 
-def read_launch_file(path: Path) -> dict[str, object]:
-    """A launch file of `accelerate`.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is no mapping.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"There is no launch file `{path}`. Set `--launch_config` to one of accelerate_configs/."
-        )
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"The launch file `{path}` is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"A launch file is a mapping; `{path}` holds a {type(values).__name__}.")
-    return values
-
-
-def ranks_here(launch: dict[str, object]) -> int:
-    """How many ranks a launch file asks for on each machine."""
-    return max(1, int(launch.get("num_processes") or 1) // max(1, int(launch.get("num_machines") or 1)))
-
-
 def check_launch(launch: dict[str, object]) -> Iterator[Finding]:
     """What a launch file asks for, against what accelerate makes of it and against the machine."""
     ranks, kind = ranks_here(launch), str(launch.get("distributed_type", "NO")).upper()
@@ -124,8 +99,6 @@ def check_launch(launch: dict[str, object]) -> Iterator[Finding]:
         yield Finding(
             "problem", "launch file", f"{said}: accelerate starts a single process. Take cpu_gloo.yaml or ddp_nccl.yaml"
         )
-    elif kind == "FSDP" and use_cpu:
-        yield Finding("problem", "launch file", f"{said}: accelerate trains plain DDP. Take cpu_gloo.yaml")
     elif on_gpus and ranks > torch.cuda.device_count():
         yield Finding(
             "problem", "launch file", f"{said}, and torch sees {torch.cuda.device_count()} GPUs: lower `num_processes`"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from .deepspeed_environment import build_models_whole, use_cpu_in_deepspeed
 from .parsing import parse_arguments
 from .precision import check_against_launcher, resolve_precision
 from .stopping import parse_duration
@@ -166,6 +167,8 @@ class RunArguments(TrainingArguments):
             raise ValueError("A run needs a folder of its own. Set `--output_dir`.")
         if not (torch.accelerator.is_available() and not self.use_cpu):
             self.use_cpu = True  # or two ranks of a CPU launch would not become one group
+        if self.use_cpu:
+            use_cpu_in_deepspeed()
         if self.max_time is not None:
             parse_duration(self.max_time)
         if not self.average_tokens_across_devices:
@@ -186,4 +189,5 @@ class RunArguments(TrainingArguments):
         super().__post_init__()
         if not (self.fp16 or self.bf16):
             self.mixed_precision = "no"
+        build_models_whole()
         self._n_gpu = min(self._n_gpu, 1)  # one process drives one GPU: no silent nn.DataParallel

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 import transformers
 import yaml
 
+from .launch_files import check_launch_in_use, launch_file_of, launch_in_use
 from .stopping import die_with_launcher
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def start(device: torch.device, num_threads: int | None = None) -> Launch:
             " MULTI_GPU` with `use_cpu: true` starts one process a rank (`MULTI_CPU` and `--cpu` start a single one)."
         )
     engine = engine_asked_for(world_size)
-    check_engine(engine, _engine_possible(engine, device, world_size))
+    check_engine(engine, _engine_possible(engine, world_size))
     threads = _take_threads(num_threads)
     return Launch(
         rank=dist.get_rank() if dist.is_initialized() else 0,
@@ -91,18 +91,18 @@ def check_engine(asked: str, got: str) -> None:
 
 
 def engine_asked_for(world_size: int) -> str:
-    """The engine that the launcher's environment names: none, ddp, fsdp2 or deepspeed."""
+    """The engine that the launcher's environment names: none, ddp, fsdp (1), fsdp2 or deepspeed."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        return "fsdp2"
+        return "fsdp2" if os.environ.get("FSDP_VERSION", "1") == "2" else "fsdp"
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         return "deepspeed"
     return "ddp" if world_size > 1 else "none"
 
 
-def _engine_possible(asked: str, device: torch.device, world_size: int) -> str:
-    """accelerate turns FSDP on a CPU into plain DDP and says nothing."""
-    if asked == "fsdp2" and device.type == "cpu":
-        return "ddp" if world_size > 1 else "none"
+def _engine_possible(asked: str, world_size: int) -> str:
+    """What this kit can run of it: FSDP in its second version, where there are ranks to share the weights."""
+    if asked in ("fsdp", "fsdp2"):
+        return "fsdp2" if world_size > 1 else "none"
     return asked
 
 
@@ -113,21 +113,14 @@ def _ranks_asked_for() -> int:
     """
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    parent = psutil.Process().parent()
-    words = parent.cmdline() if parent and "ACCELERATE_MIXED_PRECISION" in os.environ else []
-    if "launch" not in words:
+    launch = launch_in_use()
+    if launch is None:
         return 1
-    from accelerate.commands.config.config_args import default_config_file
-    from accelerate.commands.launch import launch_command_parser
-
-    asked, _ = launch_command_parser().parse_known_args(words[words.index("launch") + 1 :])
-    if asked.num_processes is not None:
-        return max(1, asked.num_processes)
-    config_file = asked.config_file or default_config_file
-    if not os.path.isfile(config_file):
-        return 1
-    with open(config_file, encoding="utf-8") as file:
-        return max(1, int((yaml.safe_load(file) or {}).get("num_processes") or 1))
+    if launch.num_processes is not None:
+        return max(1, launch.num_processes)
+    path = launch_file_of(launch)
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path else None
+    return max(1, int((values or {}).get("num_processes") or 1))
 
 
 def _take_threads(num_threads: int | None) -> int:
@@ -261,6 +254,7 @@ def run_recipe(main: Callable[[], None]) -> None:
     with_traceback = "--traceback" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--traceback"]
     try:
+        check_launch_in_use()
         main()
         _leave_together()
     except RunInterrupted as interrupted:

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MethodType
 
 import torch
-from accelerate.utils import DistributedType
 from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -44,9 +43,6 @@ from .trackers import prepare_trackers
 logger = logging.getLogger(__name__)
 
 
-_ENGINES = {DistributedType.NO: "none", DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "deepspeed"}
-
-
 class LanguageModelTrainer(ResumableTrainer):
     """The Trainer for causal language models; takes `RunArguments` and the datasets of `tinylm.data`."""
 
@@ -67,11 +63,6 @@ class LanguageModelTrainer(ResumableTrainer):
         self.stream_loader: StreamLoader | None = None
         self.resumed_from: str | None = None
         self.targets_only = TargetsOnly(self.model, args, has_whole_weights=self.engine in ("none", "ddp"))
-
-    @property
-    def engine(self) -> str:
-        """What really exchanges gradients: none, ddp, fsdp2 or deepspeed."""
-        return _ENGINES.get(self.accelerator.distributed_type, "ddp")
 
     # Data: our own order and sharding, so accelerate must not shard again.
 
@@ -240,7 +231,7 @@ class LanguageModelTrainer(ResumableTrainer):
         """`{prefix}_loss` (nats a target over all rows and ranks), `{prefix}_perplexity`, counts, bits per byte."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self._wrap_model(self.model, training=False)
-        if not self.is_in_train:
+        if not self.is_in_train and not self.is_cut:
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         began = time.perf_counter()
         scores = score(

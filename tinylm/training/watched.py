@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from .arguments import RunArguments
+from .engine_trainer import EngineTrainer
 from .launch import RunInterrupted, sum_over_ranks
 from .phases import Phases
 from .run_record import HOW_TO_GO_ON, write_status
@@ -28,8 +28,8 @@ from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
 logger = logging.getLogger(__name__)
 
 
-class WatchedTrainer(Trainer):
-    """`Trainer` with the wishes of all ranks, their phases and their `STATUS`."""
+class WatchedTrainer(EngineTrainer):
+    """`EngineTrainer` with the wishes of all ranks, their phases and their `STATUS`."""
 
     args: RunArguments
 
