@@ -22,6 +22,7 @@ STEP_ROW = StepRow(
     p10_ms=9.0,
     p90_ms=12.0,
     exposed_ms=0.0,
+    processor_ms=10.0,
     tokens_per_second=3200.0,
     bytes=0,
     collectives=0,

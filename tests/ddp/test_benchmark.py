@@ -28,7 +28,7 @@ def test_what_is_right_is_proven_and_timed(ranks):
     ring = rows_by_name(ranks)["ring hooks"]
     assert ring.proven == "yes" and ring.gradient_difference < 1e-6
     assert ring.world_size == 2 and (ring.steps, ring.rounds, ring.warmup_steps) == (3, 2, 2)
-    assert 0 < ring.p10_ms <= ring.median_ms <= ring.p90_ms
+    assert 0 < ring.p10_ms <= ring.median_ms <= ring.p90_ms and ring.processor_ms > 0
     assert ring.tokens_per_second == pytest.approx(2 * 16 / (ring.median_ms / 1000))
     num_weights = sum(weight.numel() for weight in tiny_model().parameters())
     assert ring.messages == 2 * len(list(tiny_model().parameters()))  # on two ranks: one there, one back
@@ -39,8 +39,9 @@ def test_what_is_wrong_is_reported_and_never_timed(ranks):
     wrong = rows_by_name(ranks)["forgetful no_hooks"]
     assert wrong.proven == WRONG and wrong.gradient_difference > 1e-6
     assert wrong.median_ms is wrong.exposed_ms is wrong.tokens_per_second is None
-    # Of four configurations three take turns: two rounds of 2 steps to warm up, with 2 and 1 measured.
-    expected = [name for steps in (4, 3) for name in ("none", "Synchronizer", "NativeDDP") for _ in range(steps)]
+    # Of four configurations three take turns: two rounds of 2 steps to warm up, with 2 and 1 measured; then the other way.
+    names = ("none", "Synchronizer", "NativeDDP")
+    expected = [name for steps, order in ((4, names), (3, names[::-1])) for name in order for _ in range(steps)]
     assert ranks[0]["timed"] == expected
 
 
@@ -91,6 +92,12 @@ def test_the_native_sweep_has_every_option():
     assert {one.bucket_cap_mb for one in swept if one.mode == "bucketed"} == {1, 5, 25, 100}
 
 
+def test_a_short_matrix_shows_what_hides_the_exchange():
+    names = [str(one) for one in configurations(BenchmarkArguments(matrix="overlap", bucket_cap_mb=5), world_size=2)]
+    assert names[:4] == ["none", "builtin, no_hooks", "builtin, hooks", "builtin, bucketed 5 MB"]
+    assert names[4:] == ["native, 5 MB static_graph gradient_as_bucket_view"]
+
+
 def test_flags_name_one_configuration():
     ours = configurations(BenchmarkArguments(algorithm="tree", hooks=False), world_size=2)
     assert ours == [NO_EXCHANGE, Configuration("tree", "no_hooks")]
@@ -102,7 +109,7 @@ def test_flags_name_one_configuration():
     ("flags", "message"),
     [
         ({"algorithm": "gossip"}, "builtin, reduce_broadcast, point_to_point, reduce_scatter_all_gather, ring, tree"),
-        ({"matrix": "some"}, "all, native"),
+        ({"matrix": "some"}, "all, overlap, native"),
         ({"steps": 0}, "`--steps`"),
         ({"warmup_steps": 1}, "`warmup_steps` is 1"),
         ({"static_graph": True}, "`--native`"),

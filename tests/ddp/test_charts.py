@@ -13,8 +13,8 @@ from tinylm.ddp.table import WRONG
 
 RING = replace(STEP_ROW, algorithm="ring", mode="hooks", median_ms=14.0, p90_ms=17.0, exposed_ms=3.5, proven="yes")
 UNTIMED = replace(
-    RING, algorithm="tree", median_ms=None, p10_ms=None, p90_ms=None, exposed_ms=None, tokens_per_second=None,
-    proven=WRONG,
+    RING, algorithm="tree", median_ms=None, p10_ms=None, p90_ms=None, exposed_ms=None, processor_ms=None,
+    tokens_per_second=None, proven=WRONG,
 )  # fmt: skip
 
 

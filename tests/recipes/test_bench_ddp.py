@@ -54,7 +54,7 @@ def test_accelerate_measures_one_configuration_and_leaves_rows_and_charts(tiny, 
     none, bucketed = read_rows(tmp_path / "cpu.csv", StepRow)
     assert (none.algorithm, bucketed.algorithm, bucketed.mode) == ("none", "builtin", "bucketed 0.01 MB")
     assert (bucketed.world_size, bucketed.backend, bucketed.proven, bucketed.steps) == (2, "gloo", "yes", 2)
-    assert bucketed.exposed_ms is not None and bucketed.collectives > 1
+    assert bucketed.exposed_ms is not None and bucketed.processor_ms > 0 and bucketed.collectives > 1
     chart = "cpu-2-ranks-tiny-1x16-fp32-builtin-bucketed-0-01-mb"
     assert pngs(tmp_path) == {f"{chart}-step-time.png", f"{chart}-exposed.png"}
     assert printed.index(": proven") < printed.index("round 1 of 2") < printed.index("ms a step ")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from tinylm.ddp.collectives import named_algorithm
 
-MATRICES = ("all", "native")
+MATRICES = ("all", "overlap", "native")
 _NATIVE_ONLY = ("static_graph", "gradient_as_bucket_view", "find_unused_parameters", "bf16_hook")
 
 
@@ -30,7 +30,8 @@ class BenchmarkArguments:
     matrix: str | None = field(
         default=None,
         metadata=_help(
-            "Measure many: all (the algorithms with and without hooks, buckets, native) or native (its options).",
+            "Measure many: all (the algorithms with and without hooks, buckets, native), overlap (what hides the"
+            " exchange behind backward, and what does not) or native (its options).",
             nargs="?",
             const="all",
         ),

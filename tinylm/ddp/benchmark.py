@@ -1,9 +1,9 @@
 """The step times of many ways to exchange gradients, measured in turns so that drift of the machine hits all alike.
 
-Each configuration is proven right before it is timed. Then, in every round, each takes a turn: a fresh copy of the
-model and a fresh optimizer, so that no hook, bucket or wrapper of another is left over; some steps that are not
-counted; some that are. A step is forward, backward, exchange, AdamW, clearing the gradients. The ranks meet at a
-barrier before it, and the slowest rank's time is the step's.
+Each configuration is proven right before it is timed. Then, in every round, each takes a turn (the order turns round
+with every round): a fresh copy of the model and a fresh optimizer, so that no hook, bucket or wrapper of another is
+left over; some steps that are not counted; some that are. A step is forward, backward, exchange, AdamW, clearing the
+gradients. The ranks meet at a barrier before it, and the slowest rank's time is the step's.
 """
 
 import copy
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tinylm.ddp.agreement import check_same_on_all_ranks
-from tinylm.ddp.clock import finished_at, percentile, slowest_rank
+from tinylm.ddp.clock import finished_at, percentile, processor_time, slowest_rank
 from tinylm.ddp.configurations import NO_EXCHANGE, Configuration
 from tinylm.ddp.failure import named_failure
 from tinylm.ddp.proof import BF16, FP32, Proof, prove
@@ -72,6 +72,14 @@ class Task:
         return "\n".join([*lines, *map(repr, configurations)])
 
 
+@dataclass(frozen=True)
+class Turn:
+    """The measured steps of a round: wall and processor seconds of each, of the rank that needed most."""
+
+    seconds: list[float]
+    processor_seconds: list[float]
+
+
 class Replica:
     """A fresh model on this rank, its optimizer and its exchange."""
 
@@ -110,11 +118,11 @@ def measure_steps(task: Task, configurations: Sequence[Configuration], circumsta
     check_same_on_all_ranks(model_description(task.model), "model")
     proofs = {configuration: _proof(task, configuration) for configuration in configurations}
     right = [configuration for configuration, proof in proofs.items() if proof is None or proof.holds]
-    turns: dict[Configuration, list[list[float]]] = {configuration: [] for configuration in right}
+    turns: dict[Configuration, list[Turn]] = {configuration: [] for configuration in right}
     for number in range(min(task.rounds, task.steps)):
-        for configuration in right:
+        for configuration in right[:: -1 if number % 2 else 1]:
             turns[configuration].append(_turn(task, configuration, number))
-        without = 1000 * statistics.median(turns[NO_EXCHANGE][-1])
+        without = 1000 * statistics.median(turns[NO_EXCHANGE][-1].seconds)
         logger.info("round %d of %d: %.1f ms a step without exchange", number + 1, task.rounds, without)
     return [
         _row(task, configuration, proof, turns.get(configuration), turns[NO_EXCHANGE], circumstances)
@@ -134,36 +142,38 @@ def _proof(task: Task, configuration: Configuration) -> Proof | None:
     return proof
 
 
-def _turn(task: Task, configuration: Configuration, number: int) -> list[float]:
-    """Seconds of the steps of round `number`, each of the slowest rank."""
+def _turn(task: Task, configuration: Configuration, number: int) -> Turn:
+    """The steps of round `number`."""
     replica = Replica(task, configuration)
-    seconds = []
+    seconds, processor_seconds = [], []
     for step in range(task.warmup_steps + task.steps_in_round(number)):
         with named_failure(f"step {step + 1} of round {number + 1} of `{configuration}`"):
             dist.barrier()
-            began = finished_at(task.device)
+            began, worked = finished_at(task.device), processor_time()
             replica.step()
             seconds.append(finished_at(task.device) - began)
-    slowest = slowest_rank(seconds[task.warmup_steps :], task.device)
+            processor_seconds.append(processor_time() - worked)
+    counted = slice(task.warmup_steps, None)
+    turn = Turn(slowest_rank(seconds[counted], task.device), slowest_rank(processor_seconds[counted], task.device))
     replica.close()
     del replica
     gc.collect()  # wrappers lie in reference cycles, with their buckets
-    return slowest
+    return turn
 
 
 def _row(
     task: Task,
     configuration: Configuration,
     proof: Proof | None,
-    turns: list[list[float]] | None,
-    turns_without: list[list[float]],
+    turns: list[Turn] | None,
+    turns_without: list[Turn],
     circumstances: Circumstances,
 ) -> StepRow:
-    times = dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "exposed_ms", "tokens_per_second"))
+    times = dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "exposed_ms", "processor_ms", "tokens_per_second"))
     if turns is not None:
-        seconds = [second for turn in turns for second in turn]
+        seconds = [second for turn in turns for second in turn.seconds]
         exposed = [
-            statistics.median(turn) - statistics.median(without)
+            statistics.median(turn.seconds) - statistics.median(without.seconds)
             for turn, without in zip(turns, turns_without, strict=True)
         ]
         tokens = circumstances.world_size * task.batch_size * task.sequence_length
@@ -172,6 +182,7 @@ def _row(
             "p10_ms": 1000 * percentile(seconds, 10),
             "p90_ms": 1000 * percentile(seconds, 90),
             "exposed_ms": 1000 * statistics.median(exposed),
+            "processor_ms": 1000 * statistics.median(second for turn in turns for second in turn.processor_seconds),
             "tokens_per_second": tokens / statistics.median(seconds),
         }
     return StepRow(

@@ -15,6 +15,11 @@ def finished_at(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def processor_time() -> float:
+    """Seconds that the threads of this process, the backend's among them, have had a processor."""
+    return time.process_time()
+
+
 def slowest_rank(seconds: Sequence[float], device: torch.device) -> list[float]:
     """Each of `seconds` as the rank that needed longest measured it; every rank has to call it."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)

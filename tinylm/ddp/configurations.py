@@ -69,6 +69,8 @@ def configurations(args: BenchmarkArguments, world_size: int) -> list[Configurat
         return [NO_EXCHANGE]
     if args.matrix == "all":
         return [NO_EXCHANGE, *_all(args.bucket_cap_mb)]
+    if args.matrix == "overlap":
+        return [NO_EXCHANGE, *_overlap(args.bucket_cap_mb)]
     if args.matrix == "native":
         return [NO_EXCHANGE, *_native(args.bucket_cap_mb)]
     if args.native:
@@ -94,6 +96,16 @@ def _all(bucket_cap_mb: float) -> list[Configuration]:
     bucketed = [Configuration(name, "bucketed", bucket_cap_mb) for name in ("builtin", "ring")]
     fast = Configuration("native", "", bucket_cap_mb, static_graph=True, gradient_as_bucket_view=True)
     return [*both, *bucketed, Configuration("native", "", bucket_cap_mb), fast]
+
+
+def _overlap(bucket_cap_mb: float) -> list[Configuration]:
+    """What hides the exchange behind backward, and what does not: few, so that each gets many steps."""
+    return [
+        Configuration("builtin", "no_hooks"),
+        Configuration("builtin", "hooks"),
+        Configuration("builtin", "bucketed", bucket_cap_mb),
+        Configuration("native", "", bucket_cap_mb, static_graph=True, gradient_as_bucket_view=True),
+    ]
 
 
 def _native(bucket_cap_mb: float) -> list[Configuration]:

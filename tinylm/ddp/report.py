@@ -81,14 +81,15 @@ def report_sizes(rows: Sequence[SizeRow], path: Path, *, latency_us: float, gbit
 
 def _steps_table(rows: Sequence[StepRow]) -> str:
     name_width = max(len(f"{row.algorithm}, {row.mode}") for row in rows) + 2
-    columns = f"{'median':>9}{'p10':>9}{'p90':>9}{'exposed':>9}{'tokens/s':>10}{'MB sent':>9}{'calls':>7}{'msgs':>6}  "
+    columns = f"{'median':>9}{'p10':>9}{'p90':>9}{'exposed':>9}{'processor':>11}{'tokens/s':>10}"
+    columns += f"{'MB sent':>9}{'calls':>7}{'msgs':>6}  "
     lines = [f"{'ms a step':<{name_width}}{columns}proven"]
     for row in rows:
         name = row.algorithm if row.mode == "none" else f"{row.algorithm}, {row.mode}"
-        times = f"{'not timed':>46}"
+        times = f"{'not timed':>57}"
         if row.median_ms is not None:
             times = "".join(f"{ms:>9.1f}" for ms in (row.median_ms, row.p10_ms, row.p90_ms, row.exposed_ms))
-            times += f"{row.tokens_per_second:>10,.0f}"
+            times += f"{row.processor_ms:>11.1f}{row.tokens_per_second:>10,.0f}"
         sent = f"{'unknown' if row.bytes is None else f'{row.bytes / 1e6:.1f}':>9}{row.collectives:>7}{row.messages:>6}"
         lines.append(f"{name:<{name_width}}{times}{sent}  {row.proven}")
     return "\n".join(lines)

@@ -33,7 +33,9 @@ class Circumstances:
 class StepRow(Circumstances):
     """The optimizer step of one configuration; times are milliseconds of the slowest rank.
 
-    `exposed_ms` is the median over the rounds of this step less the same step without exchange. `bytes` (None where the
+    `exposed_ms` is the median over the rounds of this step less the same step without exchange. `processor_ms` is the
+    processor time of a step, all threads of the busiest rank together (None in rows from before it was measured): where
+    it fills the wall time, nothing is left that an exchange could hide behind. `bytes` (None where the
     backend hides them), `collectives` and `messages` are the busiest rank's in one step, as observed.
     A configuration that is proven WRONG has no times.
     """
@@ -51,6 +53,7 @@ class StepRow(Circumstances):
     p10_ms: float | None
     p90_ms: float | None
     exposed_ms: float | None
+    processor_ms: float | None
     tokens_per_second: float | None
     bytes: int | None
     collectives: int
