@@ -112,6 +112,24 @@ def test_the_saved_tokenizer_is_a_class_of_transformers(both: Both, folder: Path
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
 
 
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_the_saved_model_names_no_file_of_this_machine_and_has_the_ids_of_one_that_does(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentencepiece_bpe.tempfile, "tempdir", str(tmp_path))
+    saved = {}
+    for name in ("cleaned", "as it came"):
+        train_sentencepiece(LINES, tmp_path / name, vocab_size=400, model_type=model_type)
+        saved[name] = (tmp_path / name / "tokenizer.model").read_bytes()
+        monkeypatch.setattr(sentencepiece_bpe, "_without_paths", lambda model: model)
+    for place in (str(tmp_path).encode(), b".tsv"):
+        assert place in saved["as it came"] and place not in saved["cleaned"]
+    processors = [SentencePieceProcessor(model_proto=model) for model in saved.values()]
+    texts = [*LINES[:50], *RESERVED, "a  b \n\tﬁ①"]
+    assert processors[0].encode(texts) == processors[1].encode(texts)
+    assert processors[0].decode(processors[0].encode(texts)) == texts
+
+
 def test_a_long_line_and_a_long_word_are_learned_from(tmp_path: Path) -> None:
     line = " ".join(["zyzzyva"] * 3000)  # 24 kB; SentencePiece skips lines of over 4,192 bytes
     tokenizer = train_sentencepiece([line + "\n" + "q" * 100_000], tmp_path, vocab_size=285)

@@ -245,7 +245,19 @@ def _run_trainer(sentences: Iterator[str], vocab_size: int, model_type: str) -> 
             raise ValueError(
                 "A unigram vocabulary cannot be learned from so little text. Give more, or set `--model_type bpe`."
             ) from None
-    return _rounded(output.getvalue()) if model_type == "unigram" else output.getvalue()
+    model = _without_paths(output.getvalue())
+    return _rounded(model) if model_type == "unigram" else model
+
+
+def _without_paths(model: bytes) -> bytes:
+    """The model without the files of its training: they are gone, and their paths are of this machine. What the rules
+    say is compiled into it."""
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    for field in ("input", "model_prefix"):
+        proto.trainer_spec.ClearField(field)
+    for rules in (proto.normalizer_spec, proto.denormalizer_spec):
+        rules.ClearField("normalization_rule_tsv")
+    return proto.SerializeToString()
 
 
 def _rounded(model: bytes) -> bytes:
