@@ -1,4 +1,7 @@
-"""Tokenizers with chat templates, made here: what they give can be read off."""
+"""Tokenizers with chat templates, made here: what they give can be read off; and files of conversations."""
+
+import json
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -44,3 +47,14 @@ def answer(content: str) -> dict[str, str]:
 
 def system(content: str) -> dict[str, str]:
     return {"role": "system", "content": content}
+
+
+def write_chats(folder: Path, *shards: int) -> list[str]:
+    """A file a shard, with so many conversations; the answers are numbered through, and of different lengths."""
+    paths, first = [], 0
+    for shard, num_rows in enumerate(shards):
+        rows = [{"messages": [question("q"), answer(f"{n:03d}" * (1 + n % 5))]} for n in range(first, first + num_rows)]
+        paths.append(str(folder / f"{shard}.jsonl"))
+        Path(paths[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        first += num_rows
+    return paths

@@ -14,7 +14,7 @@ from tests.evaluation.tiny import byte_tokenizer
 from tinylm.data.documents import Shard, Source
 from tinylm.data.order import usable_workers
 from tinylm.data.packing import PackedStream, positions_in_documents
-from tinylm.data.reader import Reader
+from tinylm.data.text_reader import TextReader
 
 TOKENIZER = tokenizer_with_eos()
 
@@ -84,7 +84,7 @@ def test_each_reader_loses_less_than_a_block(shards: list[list[str]], num_reader
     source = source_of(*shards)
     tokens = []
     for rank in range(num_readers):
-        reader = Reader(stream_of(source, shuffle_window=window, rank=rank, world_size=num_readers), rank)
+        reader = TextReader(stream_of(source, shuffle_window=window, rank=rank, world_size=num_readers), rank)
         blocks = [token for block in reader.examples() for token in block]
         assert 0 <= reader.num_tokens - len(blocks) < 10
         tokens += [*blocks, *reader.rest]
@@ -119,13 +119,13 @@ def test_shards_change_hands_with_every_epoch() -> None:
     shares = []
     for epoch in range(2):
         stream.set_epoch(epoch)
-        shares.append([Reader(stream, rank).parts for rank in range(2)])
+        shares.append([TextReader(stream, rank).parts for rank in range(2)])
     assert shares[0] == shares[1][::-1] != shares[1]
 
 
 def test_readers_do_not_share_their_randomness() -> None:
     stream = stream_of(source_of(*[numbered_documents(40)] * 2), shuffle_window=16, world_size=2)
-    first, second = ([block.tolist() for block in Reader(stream, number).examples()] for number in range(2))
+    first, second = ([block.tolist() for block in TextReader(stream, number).examples()] for number in range(2))
     assert sorted(first) == sorted(second)
     assert first != second
 

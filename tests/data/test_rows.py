@@ -1,7 +1,4 @@
-import json
-import logging
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -10,13 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from tests.data.chats import answer, chat_tokenizer, question
+from tests.data.chats import chat_tokenizer, write_chats
 from tinylm.data.chat import Examples, encode_examples
 from tinylm.data.chat_encoder import ChatEncoder
-from tinylm.data.conversations import ChatRows, open_rows
-from tinylm.data.rows import PackedRows, PadExamples, StreamedExamples, best_fit_decreasing, join_rows
+from tinylm.data.conversations import open_rows
+from tinylm.data.rows import PackedRows, PadExamples, best_fit_decreasing, join_rows
 
 ENCODER = ChatEncoder(chat_tokenizer(), max_length=150)
 END = ENCODER.tokenizer.eos_token_id
@@ -25,17 +21,6 @@ END = ENCODER.tokenizer.eos_token_id
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def write_chats(folder: Path, *shards: int) -> list[str]:
-    """A file a shard, with so many conversations; the answers are numbered through, and of different lengths."""
-    paths, first = [], 0
-    for shard, num_rows in enumerate(shards):
-        rows = [{"messages": [question("q"), answer(f"{n:03d}" * (1 + n % 5))]} for n in range(first, first + num_rows)]
-        paths.append(str(folder / f"{shard}.jsonl"))
-        Path(paths[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        first += num_rows
-    return paths
 
 
 @pytest.fixture
@@ -136,85 +121,3 @@ def test_padding_is_masked_by_length_and_the_eos_that_equals_it_is_trained(examp
     assert batch["attention_mask"].sum(1).tolist() == [length, width]
     assert (batch["labels"] == END).sum(1).tolist() == [1, 1]
     assert torch.equal(batch["labels"][1], long["labels"])
-
-
-# Streams.
-
-
-def streamed(rows: ChatRows, **settings: object) -> StreamedExamples:
-    return StreamedExamples(rows, ENCODER, **{"row_tokens": None, **settings})
-
-
-def answers(stream: StreamedExamples, num_workers: int = 0) -> Iterator[list[str]]:
-    """The answers in each row that a DataLoader gives."""
-    for row in DataLoader(stream, batch_size=None, num_workers=num_workers):
-        trained = row["labels"][row["labels"] != -100]
-        yield ENCODER.tokenizer.decode(trained).split("<|im_end|>")[:-1]
-
-
-@pytest.mark.parametrize(("shards", "num_workers"), [((5, 7, 3, 4), 2), ((9,), 0), ((4, 5, 6), 2), ((13,), 2)])
-def test_ranks_and_workers_read_every_conversation_once(
-    tmp_path: Path, shards: tuple[int, ...], num_workers: int
-) -> None:
-    rows = open_rows(data_files=write_chats(tmp_path, *shards), streaming=True)
-    seen = []
-    for rank in range(2):
-        stream = streamed(rows, rank=rank, world_size=2, shuffle_window=3, row_tokens=300)
-        seen.append([text for texts in answers(stream, num_workers) for text in texts])
-    assert not set(seen[0]) & set(seen[1])
-    assert sorted(text[:3] for text in seen[0] + seen[1]) == [f"{n:03d}" for n in range(sum(shards))]
-
-
-def test_streamed_rows_hold_whole_examples_within_the_budget_and_the_last_one_is_not_lost(tmp_path: Path) -> None:
-    rows = open_rows(data_files=write_chats(tmp_path, 7), streaming=True)
-    singles, packed = list(streamed(rows)), list(streamed(rows, row_tokens=250))
-    assert len(singles) == 7 > len(packed)
-    assert torch.cat([row["input_ids"] for row in packed]).equal(torch.cat([row["input_ids"] for row in singles]))
-    assert all(len(row["input_ids"]) <= 250 for row in packed)
-    for row in packed:
-        assert (row["labels"][row["position_ids"] == 0] == -100).all()
-    with pytest.raises(ValueError, match=r"`max_length` 150 tokens; `row_tokens` is 149. Raise `--row_tokens`"):
-        streamed(rows, row_tokens=149)
-
-
-def test_a_streams_order_is_fixed_by_seed_and_epoch(tmp_path: Path) -> None:
-    rows = open_rows(data_files=write_chats(tmp_path, 4, 9), streaming=True)
-    stream = streamed(rows, shuffle_window=5)
-    first = list(answers(stream))
-    assert first == list(answers(stream)) == list(answers(pickle.loads(pickle.dumps(stream))))
-    assert first != list(answers(streamed(rows, shuffle_window=5, seed=1)))
-    assert list(answers(streamed(rows))) == [[text] for text in sorted(text for [text] in first)]
-    stream.set_epoch(1)
-    second = list(answers(stream))
-    assert first != second and sorted(first) == sorted(second)
-
-
-def test_readers_take_turns_at_the_shards(tmp_path: Path) -> None:
-    stream = streamed(open_rows(data_files=write_chats(tmp_path, 3, 5), streaming=True), rank=0, world_size=2)
-    assert len(list(stream)) == 3
-    stream.set_epoch(1)
-    assert len(list(stream)) == 5
-
-
-def test_the_first_rows_of_a_stream_are_as_many_as_asked_for(tmp_path: Path) -> None:
-    rows = open_rows(data_files=write_chats(tmp_path, 4, 4, 4), streaming=True, max_examples=6)
-    seen = [text[:3] for rank in range(2) for [text] in answers(streamed(rows, rank=rank, world_size=2))]
-    assert sorted(seen) == [f"{n:03d}" for n in range(6)]
-
-
-def test_a_reader_says_what_became_of_its_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="tinylm.data.rows")
-    paths = write_chats(tmp_path, 2, 2)
-    with open(paths[1], "a") as file:
-        file.write('\n{"messages": []}\n' + json.dumps({"messages": [question("q" * 200), answer("a")]}) + "\n")
-    rows = open_rows(data_files=paths, streaming=True)
-    with pytest.raises(ValueError, match=r"^Row 4 of shard 1 of 2 local files \(.jsonl\): `messages` is a list"):
-        list(streamed(rows))
-    examples = list(streamed(rows, skip_bad_rows=True))
-    num_tokens = sum(len(example["input_ids"]) for example in examples)
-    num_targets = sum(int((example["labels"] != -100).sum()) for example in examples)
-    assert caplog.messages == [
-        f"Data reader 1 of 1, epoch 0 ended: 4 examples of 6 rows, {num_tokens} tokens, {num_targets} of them trained;"
-        " 1 rows without a target dropped: the prompt leaves no room for an answer in 150 tokens; 1 bad rows skipped:"
-        " row 4 of shard 1: `messages` is a list of messages, and here is []."
-    ]

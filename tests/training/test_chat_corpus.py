@@ -52,6 +52,15 @@ def test_a_stream_trains_on_the_same_rows_as_data_in_memory(tmp_path):
     assert texts(streamed.eval_rows) == texts(in_memory.eval_rows)
 
 
+def test_a_stream_has_the_workers_that_were_asked_for_as_far_as_there_are_shards(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", ROWS[start::2]) for start, name in enumerate("ab")]
+    run = {"max_steps": 5, "dataloader_num_workers": 3, "seed": 8}
+    stream = corpus(tmp_path, run, data_files=paths, packing=False, streaming=True).train_dataset
+    assert (stream.num_workers, stream.num_readers, stream.settings["seed"]) == (2, 2, 8)
+    alone = corpus(tmp_path, {"max_steps": 5}, data_files=paths, packing=False, streaming=True).train_dataset
+    assert texts(stream) == texts(alone)
+
+
 def test_at_least_one_conversation_is_held_out(tmp_path):
     rows = [row for row in ROWS if not is_row_held_out(row, "messages")][:3]
     found = corpus(tmp_path, data_files=[write(tmp_path / "a.jsonl", rows)], packing=False)

@@ -55,10 +55,12 @@ def train(folder, source, max_steps, resume=None, window=5, workers=0, rank=0, w
 
 
 def outcome(folder: Path, step: int):
-    """Weights, optimizer and schedule as bytes, and all logged losses."""
+    """Weights, optimizer and schedule as bytes, and all logged losses with their steps and epochs."""
     checkpoint = folder / f"checkpoint-{step}"
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    losses = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
+    losses = [
+        (entry["step"], entry["epoch"], entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry
+    ]
     files = {name: (checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.pt", "scheduler.pt")}
     return {**files, "losses": losses}
 

@@ -29,9 +29,10 @@ from tinylm.data.chat_records import (
     conversation_of,
     parsed,
 )
+from tinylm.data.documents import fingerprint
 from tinylm.data.file_formats import format_of
 from tinylm.data.hub import BATCH, load_from_hub, title_of
-from tinylm.data.local_files import matching_files
+from tinylm.data.local_files import matching_files, names_and_sizes
 from tinylm.data.text_streams import open_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,15 @@ _WITHOUT_NETWORK = (
 class ChatRows:
     """Rows of one shape; `description` names their source.
 
-    `rows` has the columns of the source, or `json_line`, and `row_number` unless it is a stream.
+    `rows` has the columns of the source, or `json_line`, and `row_number` unless it is a stream. `identity` (hex)
+    stands for the names and sizes of files, or for the dataset's name; `is_remote`: rows come over the network.
     """
 
     rows: Dataset | IterableDataset
     description: str
     shape: str
+    identity: str = ""
+    is_remote: bool = False
 
     @property
     def is_stream(self) -> bool:
@@ -99,9 +103,12 @@ def open_rows(
     if not sys.stderr.isatty():
         disable_progress_bars()
     if data_files:
-        rows, columns, title = _open_files(data_files, streaming)
+        paths = list({path.resolve(): path for pattern in data_files for path in matching_files(pattern)}.values())
+        rows, columns, title = _open_files(paths, streaming)
+        identity = fingerprint(names_and_sizes(paths), max_examples)
     else:
         title = f"`{title_of(dataset_name, dataset_config_name, dataset_split)}`"
+        identity = fingerprint(title, max_examples)
         rows, columns = load_from_hub(
             dataset_name, dataset_config_name, dataset_split, streaming=streaming, without_network=_WITHOUT_NETWORK
         )
@@ -113,7 +120,7 @@ def open_rows(
         rows = rows.add_column(ROW_NUMBER, range(1, len(rows) + 1))
     size = f"streamed ({rows.num_shards} shards)" if streaming else f"{len(rows):,} rows"
     logger.info("Conversations: %s, %s, read as `%s` (`--data_shape` sets it)", title, size, chosen)
-    return ChatRows(rows, title, chosen)
+    return ChatRows(rows, title, chosen, identity, is_remote=streaming and not data_files)
 
 
 def _shape(columns: Sequence[str], asked: str | None, title: str) -> str:
@@ -130,9 +137,8 @@ def _shape(columns: Sequence[str], asked: str | None, title: str) -> str:
     )
 
 
-def _open_files(data_files: Sequence[str], streaming: bool) -> tuple[Dataset | IterableDataset, list[str], str]:
+def _open_files(paths: list[Path], streaming: bool) -> tuple[Dataset | IterableDataset, list[str], str]:
     """The rows of files of one format, their columns, and what messages call them."""
-    paths = list({path.resolve(): path for pattern in data_files for path in matching_files(pattern)}.values())
     formats = sorted({format_of(path) for path in paths})
     title = f"`{paths[0]}`" if len(paths) == 1 else f"{len(paths):,} local files ({', '.join(formats)})"
     if len(formats) > 1 or formats[0] not in (".jsonl", ".json", ".parquet", ".csv"):
@@ -174,10 +180,14 @@ def _read_first(rows: IterableDataset, count: int) -> Iterator[dict[str, object]
     return one_by_one(rows.take(count))
 
 
-def one_by_one(rows: IterableDataset) -> Iterator[dict[str, object]]:
-    """The rows as they are, also in a DataLoader worker: `iter(rows)` would give each worker a part of them."""
+def one_by_one(rows: IterableDataset, start: int = 0, step: int = 1) -> Iterator[dict[str, object]]:
+    """Rows `start, start + step, ...` as they are, also in a DataLoader worker: `iter(rows)` would give each worker a
+    part of them."""
     for batch in rows.iter(BATCH):
-        yield from (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
+        columns = [column[start::step] for column in batch.values()]
+        yield from (dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True))
+        num_rows = len(next(iter(batch.values())))
+        start = start - num_rows if start >= num_rows else (start - num_rows) % step
 
 
 def _keys_of_first_lines(rows: Dataset | IterableDataset) -> list[str]:

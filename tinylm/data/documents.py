@@ -35,12 +35,17 @@ class Shard:
 class Source:
     """A corpus of documents that can be pickled into workers.
 
-    `description` is one line for the user. `fingerprint` (hex) changes when the documents may have changed.
+    `description` is one line for the user. `fingerprint` (hex) changes when the documents may have changed, or lie
+    elsewhere; `identity` (hex) stands for names and sizes only, and is the fingerprint where it is not told.
     """
 
     description: str
     fingerprint: str
     shards: tuple[Shard, ...]
+    identity: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "identity", self.identity or self.fingerprint)
 
     def documents(self) -> Iterator[str]:
         """Every document of every shard, in order."""
@@ -59,6 +64,7 @@ class Source:
             description=f"the first {max_documents:,} documents of {self.description}",
             fingerprint=fingerprint(self.fingerprint, max_documents),
             shards=(shard,),
+            identity=fingerprint(self.identity, max_documents),
         )
 
 

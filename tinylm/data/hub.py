@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from time import sleep
+from typing import TypeVar
 
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
@@ -23,6 +24,8 @@ WAITS = (5, 15, 45, 135)
 below the half hour that the other ranks wait."""
 
 logger = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
 
 _WITHOUT_NETWORK = (
     "Without network, train on the Wikipedia excerpt with `--config recipes/configs/pretrain_tlm/demo.yaml`, or on your"
@@ -110,7 +113,7 @@ class HubShard:
         return blanked(texts)
 
 
-def patient(rows: Callable[[int, int], Iterator[str]], start: int, step: int, where: str) -> Iterator[str]:
+def patient(rows: Callable[[int, int], Iterator[Row]], start: int, step: int, where: str) -> Iterator[Row]:
     """`rows(start, step)`; after an error of the network it is opened again at the row that was to come next.
 
     Raises:
@@ -119,10 +122,10 @@ def patient(rows: Callable[[int, int], Iterator[str]], start: int, step: int, wh
     waits = iter(WAITS)
     while True:
         try:
-            for text in rows(start, step):
+            for row in rows(start, step):
                 start += step
                 waits = iter(WAITS)
-                yield text
+                yield row
             return
         except ValueError:  # the row itself is at fault
             raise

@@ -36,6 +36,7 @@ def open_local_files(data_files: Sequence[str], text_column: str, document_separ
         description=f"{_names(paths)}, {total / 1e6:,.3g} MB{counted}",
         fingerprint=fingerprint(states, text_column, document_separator, cleaning),
         shards=tuple(Shard(str(reader.path), reader) for reader in readers),
+        identity=fingerprint(names_and_sizes(paths), text_column, document_separator, cleaning),
     )
 
 
@@ -75,6 +76,11 @@ def matching_files(pattern: str) -> list[Path]:
         kind = "The folder" if path.is_dir() else "The glob"
         raise FileNotFoundError(f"{kind} `{path}` holds no file that ends in {known_names()}. Set `--data_files`.")
     return found
+
+
+def names_and_sizes(paths: Sequence[Path]) -> list[tuple[str, int]]:
+    """What files are known by where they may have been moved: names without folders, and bytes."""
+    return [(path.name, path.stat().st_size) for path in paths]
 
 
 def _names(paths: list[Path]) -> str:

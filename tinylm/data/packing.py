@@ -1,55 +1,30 @@
-"""Documents to training examples, on the fly: tokenise, pack, shuffle; at any example the stream knows where it is.
-
-A stream has a fixed number of *readers* (`reader.py`): ranks x workers where it began. Each rank has its share of them
-and takes an example from each in turn.
+"""Documents to training examples, on the fly: tokenise, pack, shuffle.
 
 Shapes: T block size.
 """
 
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from tinylm.data.documents import Source
 from tinylm.data.encoding import document_start_id, tokenizer_hash
-from tinylm.data.reader import Reader, ReaderState
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """Where one rank is in a stream: the states of its readers by number (none: the epoch has not begun for it).
-
-    `turn` counts in the order of the rank's readers which of them gives the next example. `settings` is what decides
-    about the examples, and `text` stands for the corpus as it was.
-    """
-
-    epoch: int
-    num_readers: int
-    turn: int
-    settings: dict[str, str | int | None]
-    text: str
-    readers: dict[int, ReaderState]
+from tinylm.data.stream import ResumableStream
+from tinylm.data.text_reader import TextReader
 
 
-class PackedStream(IterableDataset):
-    """Blocks `{"input_ids": [T] int64}` of one rank, tokenised while training. It starts its own workers.
+class PackedStream(ResumableStream[np.ndarray]):
+    """Blocks `{"input_ids": [T] int64}` of one rank, tokenised while training.
 
     With `document_mask` also `position_ids` ([T] int64), which restart at each document. With `packing=False` one
-    document an example instead, cut at the block size. Iterating twice gives the same order, until `set_epoch`.
+    document an example instead, cut at the block size.
 
     Args:
-        num_workers: processes of this rank that read and tokenise; 0 does it between two steps.
         max_tokens: tokens (eos included) of the corpus to use, over all ranks; each reader takes an equal share.
-        shuffle_window: examples that a reader holds back to shuffle; 0 keeps the order of the source.
 
     Raises:
         ValueError: the tokenizer has no eos, or `max_tokens` is less than a block a reader.
@@ -70,20 +45,13 @@ class PackedStream(IterableDataset):
         packing: bool = True,
         document_mask: bool = False,
     ) -> None:
+        super().__init__(
+            seed=seed, rank=rank, world_size=world_size, num_workers=num_workers, shuffle_window=shuffle_window
+        )
         self.source, self.tokenizer, self.block_size = source, tokenizer, block_size
-        self.seed, self.rank, self.world_size, self.num_workers = seed, rank, world_size, num_workers
-        self.shuffle_window, self.max_tokens = shuffle_window, max_tokens
-        self.packing, self.document_mask = packing, document_mask
+        self.max_tokens, self.packing, self.document_mask = max_tokens, packing, document_mask
         self.eos_token_id = document_start_id(tokenizer)
-        self.epoch, self.num_readers = 0, world_size * max(1, num_workers)
-        self._readers: list[Reader] = []
-        self._turn = 0
-        self._restored: StreamState | None = None
         self.share_of_tokens()
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives this epoch, from its beginning or from where `restore` was told."""
-        self.epoch, self._readers, self._turn = epoch, [], 0
 
     def share_of_tokens(self) -> int | None:
         """How many tokens each reader takes; None without a bound."""
@@ -97,65 +65,25 @@ class PackedStream(IterableDataset):
             )
         return self.max_tokens // self.num_readers
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        assert get_worker_info() is None, "each worker would read everything: a PackedStream starts its own"
-        readers = [Reader(self, number) for number in self._numbers()]
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            assert restored.epoch == self.epoch
-            for reader in readers if restored.readers else ():
-                reader.restore(restored.readers[reader.number])
-            self._turn = restored.turn
-        self._readers = readers
-        mask_eos = self.eos_token_id if self.packing and self.document_mask else None
-        return (example(tokens, mask_eos) for tokens in self._in_turns(readers))
-
-    def _numbers(self) -> range:
-        return range(self.rank, self.num_readers, self.world_size)
-
-    def _in_turns(self, readers: list[Reader]) -> Iterator[np.ndarray]:
-        examples = [reader.examples() for reader in readers]
-        while not all(reader.ended for reader in readers):
-            given = next(examples[self._turn], None)
-            self._turn = (self._turn + 1) % len(readers)
-            if given is not None:
-                yield given
+    @property
+    def num_shards(self) -> int:
+        return len(self.source.shards)
 
     @cached_property
     def settings(self) -> dict[str, str | int | None]:
-        """What decides about the examples, besides the text and the number of readers."""
         numbers = {
             name: getattr(self, name) for name in ("block_size", "shuffle_window", "max_tokens", "packing", "seed")
         }
-        return {**numbers, "shards": len(self.source.shards), "tokenizer": tokenizer_hash(self.tokenizer)}
+        return {**numbers, "shards": self.num_shards, "tokenizer": tokenizer_hash(self.tokenizer)}
 
-    def state(self) -> StreamState:
-        """Where the present iteration is. Holds whenever an example has just been given out."""
-        readers = {reader.number: reader.state() for reader in self._readers}
-        return StreamState(self.epoch, self.num_readers, self._turn, self.settings, self.source.fingerprint, readers)
+    def identity(self) -> tuple[str, str, Iterable[object]]:
+        return self.source.description, self.source.identity, self.source.shards[0].rows(0, 1)
 
-    def restore(self, state: StreamState) -> None:
-        """Makes the next iteration of that epoch go on from there, with as many readers as the stream began with.
+    def reader(self, number: int) -> TextReader:
+        return TextReader(self, number)
 
-        Raises:
-            ValueError: the examples would be others, or the ranks cannot share the readers equally.
-        """
-        for name, before in state.settings.items():
-            if self.settings[name] != before:
-                raise ValueError(
-                    "A stream is gone on with as it was begun, or rows would be repeated and skipped: its"
-                    f" `{name}` was {before} and is {self.settings[name]} now. Set it back."
-                )
-        if state.num_readers % self.world_size:
-            raise ValueError(
-                f"A stream is gone on with by the readers it was begun with (ranks x `--dataloader_num_workers`), or"
-                f" rows would be repeated and skipped. There were {state.num_readers}, which {self.world_size} ranks"
-                " cannot share equally. Take a number of ranks that divides them, or a prepared corpus"
-                " (`--prepared_corpus`), which any number of ranks goes on with."
-            )
-        if state.text != self.source.fingerprint:
-            logger.warning("The text has changed, or has been moved, since the checkpoint: going on at the same row.")
-        self.num_readers, self._restored = state.num_readers, state
+    def example(self, given: np.ndarray) -> dict[str, Tensor]:
+        return example(given, self.eos_token_id if self.packing and self.document_mask else None)
 
 
 def example(tokens: np.ndarray, mask_eos: int | None) -> dict[str, Tensor]:

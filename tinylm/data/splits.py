@@ -45,7 +45,12 @@ def _part(source: Source, *, held_out: bool) -> Source:
     else:
         shards = (Shard(name, partial(from_texts, _cut(few)[held_out])),)
         rule = "the last 10 %" if held_out else "the first 90 %"
-    return Source(f"{name} part ({rule}) of {source.description}", fingerprint(source.fingerprint, name), shards)
+    return Source(
+        f"{name} part ({rule}) of {source.description}",
+        fingerprint(source.fingerprint, name),
+        shards,
+        identity=fingerprint(source.identity, name),
+    )
 
 
 def _read_part(shard: Shard, held_out: bool, start: int, step: int) -> Iterator[str]:

@@ -11,10 +11,10 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tinylm.data.packing import StreamState
 from tinylm.data.reader import ReaderState
+from tinylm.data.stream import StreamState
 
-_FIELDS = ("epoch", "num_readers", "turn", "settings", "text")
+_FIELDS = ("epoch", "num_readers", "turn", "settings", "data", "num_windows")
 
 
 def save_stream_state(state: StreamState, folder: Path, rank: int) -> None:

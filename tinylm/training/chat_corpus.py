@@ -21,7 +21,8 @@ from tinylm.data.chat_splits import first_prompts, held_out_of_stream, is_row_he
 from tinylm.data.conversations import ChatRows, open_rows
 from tinylm.data.encoding import check_tokenizer_matches
 from tinylm.data.order import usable_workers
-from tinylm.data.rows import PackedRows, PadExamples, StreamedExamples, join_rows
+from tinylm.data.rows import PackedRows, PadExamples, join_rows
+from tinylm.data.streamed_examples import StreamedExamples
 from tinylm.models.loading import load_base_tokenizer
 
 from .finetune_arguments import ChatArguments, FinetuneArguments, LoraArguments
@@ -169,6 +170,7 @@ def _stream(chat: ChatArguments, run: FinetuneArguments, rows: ChatRows, encoder
         seed=run.seed if run.data_seed is None else run.data_seed,
         rank=run.process_index,
         world_size=run.world_size,
+        num_workers=run.dataloader_num_workers,
         shuffle_window=chat.shuffle_window,
         skip_bad_rows=chat.skip_bad_rows,
         is_read=None if chat.eval_data_files else partial(_is_training_row, shape=rows.shape),

@@ -4,19 +4,20 @@ Ranks read different shards, so one runs dry before the others. A rank that went
 all-reduce for ever, so before each optimizer step all of them ask: has everyone a whole window of micro-batches?
 In the same breath they learn that one of them cannot read on, and stop together behind the step before.
 
-A `PackedStream` tells after each window where it is, and a resumed run goes on from there. Of any other stream the
+A `ResumableStream` tells after each window where it is, and a resumed run goes on from there. Of any other stream the
 windows that were done are read again and passed over.
 """
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tinylm.data.packing import PackedStream, StreamState
+from tinylm.data.stream import ResumableStream, StreamState
 from tinylm.data.stream_files import load_stream_state, save_stream_state
 
 from .launch import RunStopped, sum_over_ranks
@@ -34,7 +35,7 @@ class StreamLoader:
     """Iterates a DataLoader over a stream window by window (a window: the micro-batches of one optimizer step).
 
     Args:
-        loader: this rank's DataLoader over a dataset with `set_epoch`; without workers if that is a `PackedStream`.
+        loader: this rank's DataLoader over a dataset with `set_epoch`; without workers if that is a `ResumableStream`.
         window_size: micro-batches a window.
         windows_done: optimizer steps that the run has taken when iteration begins. Unless `go_on_from` has told where
             they ended, they are read again and passed over, whole epochs included.
@@ -54,6 +55,9 @@ class StreamLoader:
     def dataset(self) -> IterableDataset:
         return self.loader.dataset
 
+        self._windows_before = 0  # of the epoch in which the run goes on, that earlier runs were given
+        self.place = (0, 0)
+        """The epoch of the last window that was given out, and how many of that epoch were, in earlier runs too."""
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
@@ -63,7 +67,7 @@ class StreamLoader:
         Raises:
             FileNotFoundError: the checkpoint holds no position. ValueError: it does not suit this stream or the ranks.
         """
-        if isinstance(self.dataset, PackedStream):
+        if isinstance(self.dataset, ResumableStream):
             self._restored = self._state = load_stream_state(checkpoint, rank, world_size)
             self.dataset.restore(self._restored)
 
@@ -74,6 +78,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         behind, passed_over = self._begin()
+            self._windows_before = self._restored.num_windows
         while True:
             self.dataset.set_epoch(self._epoch + self._epochs_passed_over)
             given = False
@@ -85,7 +90,11 @@ class StreamLoader:
                     yield from window
             if given:
                 return
+            self.place = self._epoch + self._epochs_passed_over, self._windows_before
+            self._windows_before = 0
             if not passed_over:
+                self.place = self.place[0], self.place[1] + 1
+                self._note_state()
                 raise RunStopped(
                     "The stream ends before every rank has the micro-batches of one optimizer step: too little text, or"
                     " fewer documents than ranks. Give more, or lower the ranks, `--per_device_train_batch_size`,"
@@ -130,14 +139,12 @@ class StreamLoader:
                     "An epoch of the stream ends on all ranks together: %d rows read and left over.",
                     rows_left,
                 )
-                self._note_state(epoch_has_ended=True)
+                if isinstance(self.dataset, ResumableStream):
+                    self.dataset.set_epoch(self.dataset.epoch + 1)
+                    self._state = self.dataset.state()
                 return
-            self._note_state()
             yield window
 
-    def _note_state(self, *, epoch_has_ended: bool = False) -> None:
-        if not isinstance(self.dataset, PackedStream):
-            return
-        if epoch_has_ended:
-            self.dataset.set_epoch(self.dataset.epoch + 1)
-        self._state = self.dataset.state()
+    def _note_state(self) -> None:
+        if isinstance(self.dataset, ResumableStream):
+            self._state = replace(self.dataset.state(), num_windows=self.place[1])

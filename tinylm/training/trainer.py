@@ -25,8 +25,9 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, seed_worker
 
 from tinylm.data.order import GlobalBatches
-from tinylm.data.packing import PackedStream
 from tinylm.data.records import CollateNumbered, HasFingerprint, HoldsRecords, NumberedExamples
+from tinylm.data.stream import ResumableStream
+from tinylm.data.stream_files import load_stream_state
 from tinylm.evaluation.scoring import score
 
 from .arguments import RunArguments
@@ -97,7 +98,7 @@ class LanguageModelTrainer(ResumableTrainer):
         args = self.args
         args.ignore_data_skip = True  # the stream finds its place itself
         settings["generator"] = torch.Generator()  # DataLoaders draw from it, and must not from that of the model
-        if isinstance(self.train_dataset, PackedStream):
+        if isinstance(self.train_dataset, ResumableStream):
             settings["num_workers"] = 0  # it starts its own
         loader = DataLoader(self.train_dataset, batch_size=self._train_batch_size, **settings)
         self.stream_loader = StreamLoader(
@@ -137,6 +138,12 @@ class LanguageModelTrainer(ResumableTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
         record_ids, example_ids = inputs.pop("record_ids", None), inputs.pop("example_ids", None)
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        if self.stream_loader is not None:  # the Trainer counts the epochs of a stream from where a run goes on
+            epoch, num_steps = self.stream_loader.place
+            self.state.epoch = epoch + num_steps / self.state.max_steps
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
         if record_ids is not None:
             self.record_ids_of_step += record_ids.tolist()
         if self.record_audit is not None:
@@ -195,7 +202,7 @@ class LanguageModelTrainer(ResumableTrainer):
         """What decides which examples a step sees. Streams are read by ranks x workers, each in batches of its own."""
         args, dataset = self.args, self.train_dataset
         is_stream = isinstance(dataset, IterableDataset)
-        is_read_again = is_stream and not isinstance(dataset, PackedStream)  # which looks after its readers itself
+        is_read_again = is_stream and not isinstance(dataset, ResumableStream)  # which looks after its readers itself
         return {
             "global_batch_size": self.get_total_train_batch_size(args),
             "seed": args.seed if args.data_seed is None else args.data_seed,
@@ -213,6 +220,12 @@ class LanguageModelTrainer(ResumableTrainer):
         if self.stream_loader is not None:
             self.stream_loader.save(folder, self.args.process_index)
         if self.record_audit is not None:
+    def go_on_from(self, checkpoint: str) -> None:
+        if isinstance(self.train_dataset, ResumableStream):
+            state = load_stream_state(Path(checkpoint), self.args.process_index, self.args.world_size)
+            self.train_dataset.check(state)
+        super().go_on_from(checkpoint)
+
             self.record_audit.close_part()  # no checkpoint is there before all parts of its steps are
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
