@@ -79,6 +79,25 @@ class At(TrainerCallback):
             self.what()
 
 
+class InValidation(TrainerCallback):
+    """Does something in the n-th forward of all validations; `forwards` counts them."""
+
+    def __init__(self, forward: int, what: Callable[[], None]) -> None:
+        self.forward, self.what, self.forwards = forward, what, 0
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        model.register_forward_pre_hook(self.count)
+
+    def count(self, model, _):
+        self.forwards += not model.training
+        if self.forwards == self.forward and not model.training:
+            self.what()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def history(folder: Path) -> list[dict[str, float]]:
     """All that a checkpoint's run had logged, without how long it took."""
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -168,6 +187,86 @@ def test_a_stop_saves_before_the_validation_that_is_due_and_the_run_goes_on_with
     assert contents(tmp_path / "checkpoint-14") == contents(whole / "checkpoint-14")
 
 
+@pytest.mark.parametrize("forward", [2, 8])
+def test_a_validation_in_which_the_run_is_stopped_is_left_and_done_again(tmp_path, forward):
+    """Three batches a validation: in step 4, and in step 12, which is logged and ends an epoch."""
+    settings = {"per_device_eval_batch_size": 2}
+    train(tmp_path / "whole", tlm(), **settings)
+    step, stop = (4, 12)[forward // 6], InValidation(forward, terminate)
+    with pytest.raises(RunInterrupted, match=rf"Stopped after step {step} of 14 and saved \(SIGTERM\)"):
+        train(tmp_path / "run", tlm(), callbacks=[stop], **settings)
+    assert stop.forwards == forward, "the batch that was begun was the last"
+    checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+    assert not [entry for entry in history(checkpoint) if entry["step"] == step and "eval_loss" in entry]
+    again = InValidation(2, terminate)
+    with pytest.raises(RunInterrupted, match=rf"after step {step} "):
+        train(tmp_path / "run", tlm(seed=1), resume=str(checkpoint), callbacks=[again], **settings)
+    train(tmp_path / "run", tlm(seed=1), resume=str(checkpoint), **settings)
+    assert contents(tmp_path / "run" / "checkpoint-14") == contents(tmp_path / "whole" / "checkpoint-14")
+
+
+def test_a_stop_in_the_validation_before_the_first_step_leaves_nothing_to_go_on_from(tmp_path):
+    with pytest.raises(RunInterrupted, match=r"before the first step \(SIGTERM\).*Begin again with"):
+        train(tmp_path, tlm(), callbacks=[InValidation(1, terminate)], eval_on_start=True, per_device_eval_batch_size=2)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert read_status(tmp_path)["status"] == "interrupted"
+
+
+@pytest.fixture
+def finish(monkeypatch):
+    """The end of a recipe's run, as far as it needs no tokenizer."""
+    monkeypatch.setattr(run_folder, "draw_loss_curves", lambda *_: None)
+    monkeypatch.setattr(run_folder, "save_tokenizer", lambda *_: None)
+    return lambda trainer: run_folder.finish_run(trainer, {})
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_a_stop_in_the_validation_after_the_last_step_is_gone_on_with_to_the_end(tmp_path, finish, save_strategy):
+    settings = {"eval_strategy": "no", "per_device_eval_batch_size": 2, "save_strategy": save_strategy}
+    trainer = train(tmp_path, tlm(), callbacks=[InValidation(1, terminate)], **settings)
+    with pytest.raises(RunInterrupted, match=r"after step 14 of 14 and saved \(SIGTERM\)"):
+        finish(trainer)
+    assert read_status(tmp_path)["status"] == "interrupted"
+    assert not (tmp_path / "all_results.json").exists()
+    metrics = finish(train(tmp_path, tlm(seed=1), resume=str(tmp_path / "checkpoint-14"), **settings))
+    assert read_status(tmp_path)["status"] == "finished"
+    assert metrics == json.loads((tmp_path / "all_results.json").read_text())
+    undisturbed = finish(train(tmp_path / "whole", tlm(), **settings))
+    assert metrics["eval_loss"] == undisturbed["eval_loss"]
+
+
+def test_a_stop_that_comes_too_late_is_taken_away_when_the_run_finishes(tmp_path, finish):
+    """In the last batch of the last validation."""
+    stop = InValidation(6, (tmp_path / "STOP").touch)
+    trainer = train(tmp_path, tlm(), callbacks=[stop], eval_steps=7, per_device_eval_batch_size=2)
+    assert (tmp_path / "STOP").exists()
+    finish(trainer)
+    assert read_status(tmp_path)["status"] == "finished"
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_a_stop_that_comes_while_another_wish_is_fulfilled_is_not_forgotten(tmp_path):
+    def wish() -> None:
+        (tmp_path / "SAVE").touch()
+
+    class WhileSaving(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                (tmp_path / "STOP").touch()
+
+    with pytest.raises(RunInterrupted, match="after step 3 of 14"):
+        train(tmp_path, tlm(), callbacks=[At(2, wish), WhileSaving()])
+    assert not (tmp_path / "STOP").exists() and not (tmp_path / "SAVE").exists()
+
+
+def test_what_comes_after_training_has_phases_too(tmp_path, finish, monkeypatch):
+    trainer = train(tmp_path, tlm(), eval_strategy="no", per_device_eval_batch_size=2)
+    entered: list[tuple[str, int]] = []
+    monkeypatch.setattr(trainer.phases, "enter", lambda phase, step: entered.append((phase, step)))
+    finish(trainer)
+    assert entered == [("validation", 14)] * 4 + [("save", 14)]
+
+
 def test_epochs_that_are_logged_validated_and_saved_at_their_ends_are_resumed_exactly(tmp_path):
     settings = {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"}
     settings |= {"max_steps": -1, "num_train_epochs": 3}
@@ -247,26 +346,30 @@ def test_a_position_costs_no_look_at_the_examples_before_it(tmp_path, whole):
 
 
 def two_rank_checks(rank: int, world_size: int, payload: dict) -> dict[str, object]:
-    """An undisturbed run and one that a single rank is asked to stop, gone on with."""
+    """An undisturbed run and two in which a single rank is asked to stop, gone on with: in a step and in a validation,
+    of which each rank has three batches."""
     assert world_size == 2
     folder = Path(payload["folder"])
-    settings = {"gradient_accumulation_steps": 1}
+    settings = {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1}
     train(folder / "whole", tlm(), **settings)
-    stop = At(7, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank == 1 else None)
-    message = ""
-    try:
-        train(folder / "stopped", tlm(), callbacks=[stop], **settings)
-    except RunInterrupted as interrupted:
-        message = str(interrupted)
-    train(folder / "stopped", tlm(seed=1), resume=str(folder / "stopped" / "checkpoint-7"), **settings)
-    return {"world_size": torch.distributed.get_world_size(), "message": message}
+    found: dict[str, object] = {"world_size": torch.distributed.get_world_size()}
+    in_step, in_validation = At(7, terminate), InValidation(5, terminate)
+    for name, step, stop in (("stopped", 7, in_step), ("left", 8, in_validation)):
+        try:
+            train(folder / name, tlm(), callbacks=[stop] if rank == 1 else [], **settings)
+        except RunInterrupted as interrupted:
+            found[name] = str(interrupted)
+        train(folder / name, tlm(seed=1), resume=str(folder / name / f"checkpoint-{step}"), **settings)
+    return {**found, "forwards": in_validation.forwards}
 
 
 def test_two_ranks_agree_on_the_step_and_go_on_as_if_nothing_had_happened(tmp_path):
     found = run_on_ranks("tests.training.test_resume", "two_rank_checks", 2, {"folder": str(tmp_path)})
     assert [each["world_size"] for each in found] == [2, 2]
-    assert all(each["message"].startswith("Stopped after step 7 of 14 and saved") for each in found)
     expected = contents(tmp_path / "whole" / "checkpoint-14")
     assert {"rng_state_0.pth", "rng_state_1.pth"} < expected.keys()
-    assert contents(tmp_path / "stopped" / "checkpoint-14") == expected
-    assert not list((tmp_path / "stopped").glob(".*"))
+    for name, step in (("stopped", 7), ("left", 8)):
+        assert all(each[name].startswith(f"Stopped after step {step} of 14 and saved") for each in found)
+        assert contents(tmp_path / name / "checkpoint-14") == expected
+        assert not list((tmp_path / name).glob(".*"))
+    assert found[1]["forwards"] == 5

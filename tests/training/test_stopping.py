@@ -47,6 +47,25 @@ def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path):
     assert train(tmp_path / "long", max_time="30d").state.global_step == 4
 
 
+def test_a_time_limit_goes_on_when_the_launcher_starts_the_ranks_again():
+    child = "import psutil; from tinylm.training.stopping import beginning_of_launch as began;"
+    child += "print(began(), psutil.Process().create_time())"
+    launcher = f"import psutil, subprocess, sys; [subprocess.run([sys.executable, '-c', {child!r}]) for _ in 'ab'];"
+    launcher += "print(psutil.Process().create_time())"
+
+    def times(**environment):
+        command = [sys.executable, "-c", launcher]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+        first, second, own = (line.split() for line in done.stdout.splitlines())
+        assert first[1] != second[1]
+        return first, second, own[0]
+
+    first, second, own = times(TORCHELASTIC_RUN_ID="1")
+    assert first[0] == second[0] == own
+    first, second, own = times()
+    assert (first[0], second[0]) == (first[1], second[1])
+
+
 @pytest.mark.parametrize("text", ["", "soon", "1h30", "h", "-3", "1m1h"])
 def test_a_time_limit_that_is_no_time_is_refused(tmp_path, text):
     with pytest.raises(ValueError, match="such as 11h30m"):

@@ -152,7 +152,7 @@ class RunArguments(TrainingArguments):
         default=5, metadata=_help("Steps in a row with a loss or gradient that is not finite before the run ends.")
     )
     max_time: str | None = field(
-        default=None, metadata=_help("Save and stop after this time, such as 11h30m, counted from the process's start.")
+        default=None, metadata=_help("Save and stop after this time, such as 11h30m, counted from the launch.")
     )
     record_audit: bool = field(
         default=False, metadata=_help("Note on every rank which records each step sees, for `tinylm audit`.")

@@ -1,49 +1,40 @@
-"""A Trainer that goes on as if nothing had happened: whole checkpoints, and in them all that the rest depends on.
+"""A Trainer that goes on as if nothing had happened: its checkpoints hold all that the rest of a run depends on.
 
 What differs from the stock Trainer, and why:
-- a checkpoint is written beside, listed and renamed (stock: written in place, so that a kill leaves half of one);
-- older ones go when the new one is there; a write that fails on one rank ends all of them, with the reason;
 - the logging window, the token counts, the bad steps in a row and the callbacks' counters are part of it, so the logged
   losses are those of the undisturbed run too (stock: the window's sum and early stopping's patience are lost);
 - the position in map-style data is the number of steps done (stock: the sampler is run through);
 - a run that is told to stop saves at once; what was due in that step is done first when it goes on, so that saving need
-  not wait for a validation;
+  not wait for a validation, and one that has begun is left and done again;
 - what falls on an epoch's last step is done once, at the end of the epoch, so that a checkpoint is never between the
   two; a run that has taken its last step goes on to its end (stock: takes one step more).
 """
 
 import json
 import logging
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from pathlib import Path
+from typing import NoReturn
 
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import TrainerControl
-from transformers.trainer_callback import ExportableState
+from torch import Tensor
 from transformers.trainer_utils import TrainOutput
 
 from tinylm.data.order import GlobalBatches
 
-from .checkpoints import STATE_NAME, complete, place_for, remove_leftovers, remove_older, set_aside_newer
-from .launch import RunInterrupted, RunStopped, sum_over_ranks
+from .checkpointing import PROGRESS_NAME, CheckpointingTrainer
+from .checkpoints import remove_leftovers, set_aside_newer
+from .launch import RunInterrupted
 from .loss_meter import LossMeter
-from .manifest import write_manifest
-from .run_record import HOW_TO_GO_ON, write_atomically
+from .run_record import HOW_TO_GO_ON
 from .trackers import one_wandb_run
-from .watched import WatchedTrainer
+from .watched import ValidationStopped
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_NAME = "progress.json"
-"""In each checkpoint: the order of the data, the tokens so far, the present logging window."""
 
-
-class ResumableTrainer(WatchedTrainer):
+class ResumableTrainer(CheckpointingTrainer):
     """`Trainer` whose interrupted and resumed runs end in the bytes of the undisturbed one."""
 
     meter: LossMeter
@@ -61,9 +52,6 @@ class ResumableTrainer(WatchedTrainer):
     def order_of_data(self) -> dict[str, int | str | None]:
         """What decides which examples a step sees; a run goes on with the same."""
         return {}
-
-    def save_rank_state(self, folder: Path) -> None:
-        """What this rank needs beyond the Trainer's own state; all call it before a checkpoint counts."""
 
     # Going on.
 
@@ -122,14 +110,9 @@ class ResumableTrainer(WatchedTrainer):
             attributes = self.state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
             vars(callback).update(attributes)
 
-    def _stateful_callbacks(self) -> list[ExportableState]:
-        callbacks = self.callback_handler.callbacks
-        return [
-            each for each in callbacks if isinstance(each, ExportableState) and not isinstance(each, TrainerControl)
-        ]
-
     def _run_epoch(self, **kwargs) -> None:
         if self._due is not None:
+            self._load_rng_state(kwargs["resume_from_checkpoint"])  # it may be saved again before the first step
             self._do_what_was_due(**kwargs)
         if self.control.should_training_stop or self.state.max_steps in (
             self._stopped_early_of,
@@ -143,14 +126,25 @@ class ResumableTrainer(WatchedTrainer):
         due, self._due = self._due, None
         self.control.should_log, self.control.should_evaluate = due["log"], due["evaluate"]
         self._globalstep_last_logged = self.state.global_step - 1
-        super()._maybe_log_save_evaluate(
-            self._tr_loss, due["grad_norm"], model, trial, epoch, ignore_keys_for_eval, start_time, due["learning_rate"]
-        )
+        norm, rate = due["grad_norm"], due["learning_rate"]
+        with self._interrupting(norm, rate):
+            super()._maybe_log_save_evaluate(
+                self._tr_loss, norm, model, trial, epoch, ignore_keys_for_eval, start_time, rate
+            )
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False) -> dict[str, float]:
         if skip_scheduler and self.steps_done:
             return {}  # `eval_on_start`, and this is not the start
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        try:
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        except ValidationStopped:
+            if not skip_scheduler:
+                raise
+            reason = self.why_to_stop()
+            self.wishes_are_fulfilled(stopped=True)
+            raise RunInterrupted(
+                f"Stopped before the first step ({reason}): there is nothing to save. Begin again with {HOW_TO_GO_ON}."
+            ) from None
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm, *args, learning_rate=None, **kwargs) -> None:
         """Called after each step, and again when the epoch has ended; what the last step asks for waits for that."""
@@ -164,9 +158,18 @@ class ResumableTrainer(WatchedTrainer):
         if stop and not self.control.should_training_stop:
             self._interrupt(grad_norm, learning_rate)
         self.control.should_save |= save
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
+        with self._interrupting(grad_norm, learning_rate):
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
         if save:
-            self.wishes_are_fulfilled()
+            self.wishes_are_fulfilled(stopped=False)
+
+    @contextmanager
+    def _interrupting(self, grad_norm: Tensor | float | None, learning_rate: float | None) -> Iterator[None]:
+        """What is logged before a validation that is stopped is logged; what comes with it and behind it is due."""
+        try:
+            yield
+        except ValidationStopped:
+            self._interrupt(grad_norm, learning_rate)
 
     def _interrupt(self, grad_norm: Tensor | float | None, learning_rate: float | None) -> None:
         self._due = {
@@ -177,55 +180,29 @@ class ResumableTrainer(WatchedTrainer):
         }
         self._save_checkpoint(self.model, trial=None)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        self.wishes_are_fulfilled()
+        self._leave()
+
+    def interrupt_after_training(self) -> None:
+        """For a validation after the last step that was stopped: the run can be gone on with to its end.
+
+        Raises:
+            RunInterrupted: always.
+        """
+        has_best_weights = self.args.load_best_model_at_end  # and not those of the last step
+        if not has_best_weights and not Path(self.args.output_dir, f"checkpoint-{self.state.global_step}").is_dir():
+            self._save_checkpoint(self.model, trial=None)
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        reason = self.why_to_stop()
+        self.wishes_are_fulfilled(stopped=True)
         raise RunInterrupted(
-            f"Stopped after step {self.state.global_step} of {self.state.max_steps} and saved"
-            f" ({self.why_to_stop()}). Go on with {HOW_TO_GO_ON}."
+            f"Stopped after step {self.state.global_step} of {self.state.max_steps} and saved ({reason}). Go on with"
+            f" {HOW_TO_GO_ON}."
         )
 
-    # Saving.
-
-    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """All or nothing, on all ranks."""
-        began = time.perf_counter()
-        self.phases.enter("save", self.state.global_step)
-        self.store_flos()
-        progress = self._progress()
-        checkpoint = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        beside = checkpoint.with_name(f".saving-{checkpoint.name}")
-        writes = self.args.should_save
-        with _on_all_ranks(checkpoint, beside):
-            if writes:
-                place_for(checkpoint)
-        with _on_all_ranks(checkpoint, beside):
-            self.save_model(str(beside), _internal_call=True)
-            if not self.args.save_only_model:
-                self._save_optimizer_and_scheduler(str(beside))
-                self._save_scaler(str(beside))
-                self._save_rng_state(str(beside))
-            self.save_rank_state(beside)
-        with _on_all_ranks(checkpoint, beside):
-            if writes:
-                if self.state.best_global_step == self.state.global_step or self._best_checkpoint():
-                    self.state.best_model_checkpoint = str(
-                        checkpoint.with_name(f"checkpoint-{self.state.best_global_step}")
-                    )
-                self._note_callbacks()
-                self.state.save_to_json(str(beside / STATE_NAME))
-                write_atomically(beside / PROGRESS_NAME, json.dumps(progress) + "\n")
-                write_manifest(beside, self.state.global_step)
-                complete(beside, checkpoint)
-                remove_older(
-                    checkpoint.parent, checkpoint, self.state.best_model_checkpoint, self.args.save_total_limit
-                )
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
-        seconds = time.perf_counter() - began
-        logger.info("Saved %s in %.1f s", checkpoint, seconds)
-        self.note_save_time(seconds)
-
-    def _progress(self) -> dict[str, object]:
-        """Every rank has to call it."""
+    def progress(self) -> dict[str, object]:
+        """The order of the data, the tokens so far, the present logging window, what is due."""
         return {
             "step": self.state.global_step,
             "order": self.order_of_data(),
@@ -234,34 +211,6 @@ class ResumableTrainer(WatchedTrainer):
             "due": self._due,
             "stopped_early_of": self.state.max_steps if self.control.should_training_stop else 0,
         }
-
-    def _best_checkpoint(self) -> str | None:
-        path = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
-        return str(path) if path.is_dir() else None
-
-    def _note_callbacks(self) -> None:
-        self.state.stateful_callbacks = {type(each).__name__: each.state() for each in self._stateful_callbacks()}
-
-
-@contextmanager
-def _on_all_ranks(checkpoint: Path, beside: Path) -> Iterator[None]:
-    """Runs a part of saving on every rank. If it fails on one, every rank raises, and `beside` is gone.
-
-    Raises:
-        RunStopped: the disk is full, the folder may not be written, ...
-    """
-    failure = None
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        failure = error
-    if sum_over_ranks([failure is not None])[0]:
-        shutil.rmtree(beside, ignore_errors=True)
-        reason = "see the message of the rank that failed" if failure is None else " ".join(str(failure).split())
-        raise RunStopped(
-            f"`{checkpoint}` could not be written: {reason}. Checkpoints from before are as they were. Make room, or"
-            " give leave to write, and go on with the same command and `--resume_from_checkpoint auto`."
-        ) from failure
 
 
 class PassedOver:

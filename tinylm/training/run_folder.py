@@ -12,6 +12,7 @@ from .curves import draw_loss_curves
 from .launch import Launch, check_engine
 from .run_record import HOW_TO_GO_ON, write_atomically, write_run_json, write_status
 from .trainer import LanguageModelTrainer
+from .watched import ValidationStopped
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,18 @@ def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -
 
     Of a run that was validated before its first step (`eval_on_start`), that loss is `before_eval_loss`. Every rank
     has to call it; rank 0 writes.
+
+    Raises:
+        RunInterrupted: the run was stopped on purpose in the validation; going on with it does that again.
     """
-    with trainer.status_is_kept():
-        metrics = {**train_metrics, **trainer.meter.total, **_last_validation(trainer), **_first_validation(trainer)}
+    with trainer.watched():
+        trainer.phases.enter("validation", trainer.state.global_step)
+        try:
+            last = _last_validation(trainer)
+        except ValidationStopped:
+            trainer.interrupt_after_training()
+        metrics = {**train_metrics, **trainer.meter.total, **last, **_first_validation(trainer)}
+        trainer.phases.enter("save", trainer.state.global_step)
         trainer.save_model()
         if trainer.is_world_process_zero():
             folder = Path(trainer.args.output_dir)
@@ -81,6 +91,7 @@ def finish_run(trainer: LanguageModelTrainer, train_metrics: dict[str, float]) -
             write_atomically(folder / "all_results.json", json.dumps(metrics, indent=2, sort_keys=True) + "\n")
             draw_loss_curves(trainer.state.log_history, folder / "loss.png")
             write_status(trainer.args.output_dir, "finished", trainer.state.global_step)
+        trainer.wishes_are_fulfilled(stopped=True)  # one that came too late would stop the next run in this folder
     return metrics
 
 

@@ -49,9 +49,11 @@ def parse_duration(text: str) -> float:
 class StopRequests:
     """What somebody wants of this rank; a context in which signals are wishes.
 
+    A wish to stop stays until it is `fulfilled`, in a later context too.
+
     Args:
         folder: the run's folder, in which rank 0 looks for `SAVE` and `STOP`.
-        max_seconds: since this process was started.
+        max_seconds: since the `beginning_of_launch`.
         leave_at_once: asked at the first signal: another rank has failed, so there is nothing to finish.
         before_dying: called when a second signal ends the process at once.
     """
@@ -67,17 +69,19 @@ class StopRequests:
     ) -> None:
         self.folder, self.is_rank_zero = folder, is_rank_zero
         self._leave_at_once, self._before_dying = leave_at_once, before_dying
-        self.ends_at = None if max_seconds is None else psutil.Process().create_time() + max_seconds
+        self.ends_at = None if max_seconds is None else beginning_of_launch() + max_seconds
+        self.is_listening = False
         self.reason = ""
         self._signalled_at: float | None = None
         self._handlers_before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequests":
-        self.reason, self._signalled_at = "", None
         self._handlers_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self.is_listening = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.is_listening = False
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
 
@@ -91,10 +95,13 @@ class StopRequests:
             self.reason = self.reason or f"the file `{STOP_NAME}`"
         return (self.folder / SAVE_NAME).exists(), bool(self.reason)
 
-    def fulfilled(self) -> None:
-        """Takes the files away, or they would ask again. Rank 0 calls it."""
-        for name in (SAVE_NAME, STOP_NAME):
-            (self.folder / name).unlink(missing_ok=True)
+    def fulfilled(self, *, stopped: bool) -> None:
+        """Forgets the wish to save, and to stop if the run has `stopped`; rank 0 takes away the files that ask."""
+        if stopped:
+            self.reason, self._signalled_at = "", None
+        for name in (SAVE_NAME, STOP_NAME) if stopped else (SAVE_NAME,):
+            if self.is_rank_zero:
+                (self.folder / name).unlink(missing_ok=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -106,6 +113,16 @@ class StopRequests:
             self._before_dying()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def beginning_of_launch() -> float:
+    """When the launch began that this process belongs to (seconds since the epoch).
+
+    A launcher that starts the ranks again after a failure is older than they are, and its time limit goes on.
+    """
+    process = psutil.Process()
+    launcher = process.parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return (launcher or process).create_time()
 
 
 def die_with_launcher() -> None:

@@ -47,6 +47,9 @@ class StreamLoader:
         self.windows_done = windows_done
         self._epoch = 0
         self._epochs_passed_over = 0
+        self._windows_before = 0  # of the epoch in which the run goes on, that earlier runs were given
+        self.place = (0, 0)
+        """The epoch of the last window that was given out, and how many of that epoch were, in earlier runs too."""
         self._restored: StreamState | None = None
         self._state: StreamState | None = None  # behind the last window that was given out
         self._started = False
@@ -55,9 +58,6 @@ class StreamLoader:
     def dataset(self) -> IterableDataset:
         return self.loader.dataset
 
-        self._windows_before = 0  # of the epoch in which the run goes on, that earlier runs were given
-        self.place = (0, 0)
-        """The epoch of the last window that was given out, and how many of that epoch were, in earlier runs too."""
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
@@ -70,6 +70,7 @@ class StreamLoader:
         if isinstance(self.dataset, ResumableStream):
             self._restored = self._state = load_stream_state(checkpoint, rank, world_size)
             self.dataset.restore(self._restored)
+            self._windows_before = self._restored.num_windows
 
     def save(self, checkpoint: Path, rank: int) -> None:
         """Writes where this rank's stream was when the last window had been read, if the stream can tell."""
@@ -78,11 +79,14 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         behind, passed_over = self._begin()
-            self._windows_before = self._restored.num_windows
         while True:
             self.dataset.set_epoch(self._epoch + self._epochs_passed_over)
             given = False
+            self.place = self._epoch + self._epochs_passed_over, self._windows_before
+            self._windows_before = 0
             for window in self._windows():
+                self.place = self.place[0], self.place[1] + 1
+                self._note_state()
                 if behind:
                     behind, passed_over = behind - 1, True
                 else:
@@ -90,11 +94,7 @@ class StreamLoader:
                     yield from window
             if given:
                 return
-            self.place = self._epoch + self._epochs_passed_over, self._windows_before
-            self._windows_before = 0
             if not passed_over:
-                self.place = self.place[0], self.place[1] + 1
-                self._note_state()
                 raise RunStopped(
                     "The stream ends before every rank has the micro-batches of one optimizer step: too little text, or"
                     " fewer documents than ranks. Give more, or lower the ranks, `--per_device_train_batch_size`,"

@@ -12,6 +12,7 @@ What differs from the stock Trainer, and why:
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import MethodType
@@ -28,7 +29,7 @@ from tinylm.data.order import GlobalBatches
 from tinylm.data.records import CollateNumbered, HasFingerprint, HoldsRecords, NumberedExamples
 from tinylm.data.stream import ResumableStream
 from tinylm.data.stream_files import load_stream_state
-from tinylm.evaluation.scoring import score
+from tinylm.evaluation.scoring import pad_rows, score
 
 from .arguments import RunArguments
 from .callbacks import AuditFiles, ProgressLine, StatusFile
@@ -134,16 +135,16 @@ class LanguageModelTrainer(ResumableTrainer):
                 self._save_checkpoint(self.model, trial=None)
             raise
 
-    # Loss: counted, and never silently not a number.
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
-        record_ids, example_ids = inputs.pop("record_ids", None), inputs.pop("example_ids", None)
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         if self.stream_loader is not None:  # the Trainer counts the epochs of a stream from where a run goes on
             epoch, num_steps = self.stream_loader.place
             self.state.epoch = epoch + num_steps / self.state.max_steps
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    # Loss: counted, and never silently not a number.
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | None = None):
+        record_ids, example_ids = inputs.pop("record_ids", None), inputs.pop("example_ids", None)
         if record_ids is not None:
             self.record_ids_of_step += record_ids.tolist()
         if self.record_audit is not None:
@@ -216,16 +217,16 @@ class LanguageModelTrainer(ResumableTrainer):
     def _fingerprint_of_data(self) -> str | None:
         return self.train_dataset.fingerprint() if isinstance(self.train_dataset, HasFingerprint) else None
 
-    def save_rank_state(self, folder: Path) -> None:
-        if self.stream_loader is not None:
-            self.stream_loader.save(folder, self.args.process_index)
-        if self.record_audit is not None:
     def go_on_from(self, checkpoint: str) -> None:
         if isinstance(self.train_dataset, ResumableStream):
             state = load_stream_state(Path(checkpoint), self.args.process_index, self.args.world_size)
             self.train_dataset.check(state)
         super().go_on_from(checkpoint)
 
+    def save_rank_state(self, folder: Path) -> None:
+        if self.stream_loader is not None:
+            self.stream_loader.save(folder, self.args.process_index)
+        if self.record_audit is not None:
             self.record_audit.close_part()  # no checkpoint is there before all parts of its steps are
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -254,6 +255,7 @@ class LanguageModelTrainer(ResumableTrainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             device=self.args.device,
+            collate=self._collate_unless_stopped,
         )
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
         metrics[f"{metric_key_prefix}_loss"] = scores["nats_per_token"]
@@ -261,6 +263,11 @@ class LanguageModelTrainer(ResumableTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _collate_unless_stopped(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """A batch of validation rows; every rank makes equally many."""
+        self.stop_validation_if_asked()
+        return pad_rows(rows)
 
 
 def leave_logits_in_half(model: nn.Module) -> None:

@@ -28,6 +28,10 @@ from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
 logger = logging.getLogger(__name__)
 
 
+class ValidationStopped(Exception):  # noqa: N818
+    """All ranks have left a validation, because one of them was asked to stop."""
+
+
 class WatchedTrainer(EngineTrainer):
     """`EngineTrainer` with the wishes of all ranks, their phases and their `STATUS`."""
 
@@ -53,8 +57,14 @@ class WatchedTrainer(EngineTrainer):
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
         if dist.is_initialized():  # `TrainingArguments` hands it on to groups of GPUs only
             dist.distributed_c10d._set_pg_timeout(self.args.ddp_timeout_delta)
-        with self.status_is_kept(), self._requests, self.phases:
+        with self.watched():
             return super().train(resume_from_checkpoint, **kwargs)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it the run can be stopped, ranks note their phases, and `STATUS` tells of an error."""
+        with self.status_is_kept(), self._requests, self.phases:
+            yield
 
     @contextmanager
     def status_is_kept(self) -> Iterator[None]:
@@ -84,9 +94,21 @@ class WatchedTrainer(EngineTrainer):
     def why_to_stop(self) -> str:
         return self._requests.reason or "another rank was asked to"
 
-    def wishes_are_fulfilled(self) -> None:
-        if self.is_world_process_zero():
-            self._requests.fulfilled()
+    def wishes_are_fulfilled(self, *, stopped: bool) -> None:
+        """The run has saved, or stopped as well."""
+        self._requests.fulfilled(stopped=stopped)
+
+    def stop_validation_if_asked(self) -> None:
+        """Called before each batch of a validation, equally often on every rank.
+
+        Raises:
+            ValidationStopped: some rank was asked to stop. Its wish is not fulfilled yet.
+        """
+        if self._requests.is_listening:
+            self.phases.enter("validation", self.state.global_step)
+            _, stop = self._requests.wishes()
+            if sum_over_ranks([stop])[0]:
+                raise ValidationStopped
 
     def note_step_time(self) -> None:
         """Called when a step's weights have changed."""
