@@ -154,6 +154,10 @@ class RunArguments(TrainingArguments):
     max_time: str | None = field(
         default=None, metadata=_help("Save and stop after this time, such as 11h30m, counted from the launch.")
     )
+    log_timing: bool = field(
+        default=False,
+        metadata=_help("With each line of progress, every rank's seconds a step in data, compute and exchange."),
+    )
     record_audit: bool = field(
         default=False, metadata=_help("Note on every rank which records each step sees, for `tinylm audit`.")
     )

@@ -19,10 +19,11 @@ class ProgressLine(TrainerCallback):
 
     Args:
         totals: the run's token counts, looked at when training begins.
+        remark: what else there is to say of the steps since the last line.
     """
 
-    def __init__(self, totals: Callable[[], dict[str, int]]) -> None:
-        self._totals = totals
+    def __init__(self, totals: Callable[[], dict[str, int]], remark: Callable[[], str] = lambda: "") -> None:
+        self._totals, self._remark = totals, remark
 
     def on_train_begin(self, args: RunArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.began = self.logged_at = time.perf_counter()
@@ -43,10 +44,11 @@ class ProgressLine(TrainerCallback):
         speed = (tokens - self.tokens) / (now - self.logged_at)
         left = (now - self.began) / max(done, 1) * (state.max_steps - state.global_step)
         self.logged_at, self.tokens = now, tokens
-        width = len(str(state.max_steps))
+        width, remark = len(str(state.max_steps)), self._remark()
         return (
             f"step {state.global_step:{width}}/{state.max_steps}  loss {logs['loss']:.4f}  {speed:,.0f} tokens/s"
             f"  lr {logs['learning_rate']:.2e}  {_duration(left)} left"
+            f"{f'  ({remark})' if remark else ''}"
         )
 
 

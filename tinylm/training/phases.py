@@ -3,8 +3,8 @@
     .rank-R     rank R's process, host, step and phase, overwritten in place (a few microseconds); gone at the end
     .failure    made by the rank that reports a failure, so that it is told once
 
-Phases: `data`, `compute` (forward, weights), `exchange` (backward with the gradients' exchange, or waiting for the
-others to agree), `validation`, `save`.
+Phases: `data`, `compute` (forward, this rank's own part of backward, weights), `exchange` (waiting for the gradients of
+the others, or for them to agree), `validation`, `save`.
 
 A collective only says that a peer is gone or late. The notes say which, and what it was doing.
 """
@@ -15,11 +15,13 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from .launch import RunInterrupted, RunStopped
+from .phase_times import PhaseTimes
 from .run_record import HOW_TO_GO_ON
 
 logger = logging.getLogger(__name__)
@@ -29,10 +31,14 @@ _BYTES = 512
 
 
 class Phases:
-    """The notes of one rank; of a single process, nothing is written."""
+    """The notes of one rank; of a single process, nothing is written.
 
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        self.folder, self.rank, self.world_size = folder, rank, world_size
+    Args:
+        times: told of each phase.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, times: PhaseTimes | None = None) -> None:
+        self.folder, self.rank, self.world_size, self.times = folder, rank, world_size, times
         self._note = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
         self._note |= {"step": 0, "phase": "start", "since": time.time(), "moves": 0, "error": ""}
         self._file: int | None = None
@@ -72,6 +78,8 @@ class Phases:
 
     def enter(self, phase: str, step: int) -> None:
         """This rank begins `phase` of optimizer step `step`."""
+        if self.times is not None:
+            self.times.enter(phase)
         self._write(phase=phase, step=step, since=time.time(), moves=self._note["moves"] + 1)
 
     def blame(self) -> str | None:
@@ -88,6 +96,15 @@ class Phases:
         if behind is not None and behind["moves"] <= self._note["moves"]:
             return f"{_place(behind)}, has not answered for {time.time() - behind['since']:.0f} s"
         return None
+
+    def hosts(self) -> list[str]:
+        """The machine of each rank, as far as their notes can be read from here."""
+        hosts = ["another machine"] * self.world_size
+        for rank in range(self.world_size):
+            with suppress(ValueError):  # a note that is being written
+                note = self._note if rank == self.rank else self._read(rank)
+                hosts[rank] = hosts[rank] if note is None else note["host"]
+        return hosts
 
     def claim(self) -> bool:
         """Whether this rank is the one that tells of the failure."""

@@ -39,12 +39,20 @@ class StreamLoader:
         window_size: micro-batches a window.
         windows_done: optimizer steps that the run has taken when iteration begins. Unless `go_on_from` has told where
             they ended, they are read again and passed over, whole epochs included.
+        before_agreeing: called when this rank has read a window, and is to wait for the others.
     """
 
-    def __init__(self, loader: DataLoader, window_size: int, *, windows_done: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        window_size: int,
+        *,
+        windows_done: Callable[[], int],
+        before_agreeing: Callable[[], None] = lambda: None,
+    ) -> None:
         self.loader = loader
         self.window_size = window_size
-        self.windows_done = windows_done
+        self.windows_done, self.before_agreeing = windows_done, before_agreeing
         self._epoch = 0
         self._epochs_passed_over = 0
         self._windows_before = 0  # of the epoch in which the run goes on, that earlier runs were given
@@ -127,6 +135,7 @@ class StreamLoader:
             except (ValueError, OSError, RuntimeError) as error:
                 failure = error
             rows = sum(len(batch["input_ids"]) for batch in window)
+            self.before_agreeing()
             run_dry, broken, rows_left = sum_over_ranks([len(window) < self.window_size, failure is not None, rows])
             if broken:
                 what = "another rank cannot read on; see its message." if failure is None else str(failure)

@@ -56,9 +56,9 @@ class LanguageModelTrainer(ResumableTrainer):
         self.meter = LossMeter(args.device)
         super().__init__(args=args, **kwargs)
         self.remove_callback(PrinterCallback)
-        self.add_callback(ProgressLine(lambda: self.meter.total))
+        self.add_callback(ProgressLine(lambda: self.meter.total, self.time_in_words))
         self.add_callback(StatusFile)
-        self.add_callback(TimingFile)
+        self.add_callback(TimingFile(lambda: self.time_table))
         self._loss_shifts_labels = True  # causal models do, also those whose class says nothing of its loss
         self.record_audit: RecordAudit | None = None
         self.record_ids_of_step: list[int] = []
@@ -103,7 +103,10 @@ class LanguageModelTrainer(ResumableTrainer):
             settings["num_workers"] = 0  # it starts its own
         loader = DataLoader(self.train_dataset, batch_size=self._train_batch_size, **settings)
         self.stream_loader = StreamLoader(
-            loader, args.gradient_accumulation_steps, windows_done=lambda: self.state.global_step
+            loader,
+            args.gradient_accumulation_steps,
+            windows_done=lambda: self.state.global_step,
+            before_agreeing=lambda: self.phases.enter("exchange", self.state.global_step + 1),
         )
         if self.resumed_from is not None:
             self.stream_loader.go_on_from(Path(self.resumed_from), args.process_index, args.world_size)

@@ -11,16 +11,19 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from transformers.trainer_utils import TrainOutput
 
 from .arguments import RunArguments
 from .engine_trainer import EngineTrainer
-from .launch import RunInterrupted, sum_over_ranks
+from .launch import RunInterrupted, gather_over_ranks, sum_over_ranks
+from .phase_times import PhaseTimes, Table, as_lines, in_words
 from .phases import Phases
 from .run_record import HOW_TO_GO_ON, write_status
 from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
@@ -40,7 +43,10 @@ class WatchedTrainer(EngineTrainer):
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
         folder = Path(self.args.output_dir)
-        self.phases = Phases(folder, self.args.process_index, self.args.world_size)
+        is_timed = self.args.world_size > 1 or self.args.log_timing
+        self.phase_times = PhaseTimes(self.args.device) if is_timed else None
+        self.phases = Phases(folder, self.args.process_index, self.args.world_size, self.phase_times)
+        self.time_table: Table | None = None  # of the last logging window
         self.loss_is_finite = True  # in this step, on every rank
         self._step_loss: Tensor | float = 0.0  # of this rank
         self._wishes = (False, False)  # of any rank: to save, to stop
@@ -144,8 +150,16 @@ class WatchedTrainer(EngineTrainer):
 
     def compute_loss(self, *args, **kwargs):
         computed = super().compute_loss(*args, **kwargs)
-        self.phases.enter("exchange", self.state.global_step + 1)  # backward comes next
+        loss = computed[0] if isinstance(computed, tuple) else computed
+        if self.phase_times is not None and loss.requires_grad:
+            loss.register_hook(self._note_end_of_own_backward)
         return computed
+
+    def _note_end_of_own_backward(self, _: Tensor) -> None:
+        """Called when backward begins. What is put into its queue first is done first when this rank's gradients are
+        there, and DDP waits for those of the others in that queue too."""
+        step = self.state.global_step + 1
+        Variable._execution_engine.queue_callback(lambda: self.phases.enter("exchange", step))
 
     def _get_grad_norm(self, *args, **kwargs) -> Tensor | float:
         """Once a step: what does any rank want, and is its loss a number? The stock method follows."""
@@ -155,6 +169,24 @@ class WatchedTrainer(EngineTrainer):
         self._wishes, self.loss_is_finite = (bool(save), bool(stop)), not num_bad
         self.phases.enter("compute", self.state.global_step + 1)
         return super()._get_grad_norm(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Every rank calls it. The times do not go into `logs`, which are the same in each run."""
+        self.time_table = None
+        if "loss" in logs and self.phase_times is not None:
+            self.time_table = gather_over_ranks(self.phase_times.take())
+            if self.args.log_timing and self.is_world_process_zero():
+                for line in as_lines(self.state.global_step, self.time_table, self._hosts):
+                    logger.info("%s", line)
+        super().log(logs, *args, **kwargs)
+
+    def time_in_words(self) -> str:
+        """The slowest rank of the last logging window, or what all of them waited for; empty if neither is much."""
+        return in_words(self.time_table, self._hosts) if self.time_table is not None else ""
+
+    @cached_property
+    def _hosts(self) -> list[str]:
+        return self.phases.hosts()
 
     def _evaluate(self, *args, **kwargs) -> dict[str, float]:
         self.phases.enter("validation", self.state.global_step)
