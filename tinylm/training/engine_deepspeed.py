@@ -80,6 +80,7 @@ class DeepSpeedShards:
             self._zero.persistent_parameters[0].all_gather(self._zero.persistent_parameters)
 
     def optimizer_state(self) -> dict[str, object]:
+        self._find_states()
         groups, start, each = [], 0, {}
         for group, weights in zip(self._zero.optimizer.param_groups, self._groups(), strict=True):
             numbers = list(range(start, start + len(weights)))
@@ -109,12 +110,18 @@ class DeepSpeedShards:
                 key: torch.zeros_like(flat) if _is_like(value, weights[0]) else _copied(value)
                 for key, value in first.items()
             }
-        if not self._is_cut:
-            self._zero._lazy_init_hp_params_optimizer_state()  # says where in the vectors each weight's state lies
+        self._find_states()
         for number, weight in enumerate(weights):
             for key, value in state["state"][number].items():
                 if _is_like(value, weight):
                     self._put(weight, value, key)
+
+    def _find_states(self) -> None:
+        """Under ZeRO-2, notes where in the vectors each weight's state lies. DeepSpeed does so once, after the step of
+        the first group, when the others have no state yet."""
+        if not self._is_cut:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     def _put(self, weight: nn.Parameter, value: Tensor, key: str | None = None) -> None:
         """Takes this rank's part of `value`, a whole weight or a whole state of it."""
