@@ -1,5 +1,5 @@
-"""Measure training: the Trainer beside a hand-written loop, data, launches, two ranks, the demo beside a plain loop,
-fine-tuning beside TRL.
+"""Measure training: the Trainer beside a hand-written loop, data, launches, two ranks, saving and going on, the demo
+beside a plain loop, fine-tuning beside TRL.
 
     python recipes/bench_training.py
     python recipes/bench_training.py --parts overhead ranks
@@ -24,6 +24,8 @@ from tinylm.training.benchmark.launches import measure_launch, measure_ranks
 from tinylm.training.benchmark.overhead import measure_overhead
 from tinylm.training.benchmark.pipeline import measure_pipeline
 from tinylm.training.benchmark.report import write_results
+from tinylm.training.benchmark.resuming import measure_resuming
+from tinylm.training.benchmark.saving import measure_saving
 from tinylm.training.benchmark.setting import PARTS, BenchmarkArguments
 from tinylm.training.launch import run_recipe, start
 
@@ -52,6 +54,9 @@ def main() -> None:
                     measurements = measure_launch(RECIPE, config, scratch)
                 case "ranks":
                     measurements = measure_ranks(RECIPE, config, scratch)
+                case "resuming":
+                    measurements = measure_saving(config, scratch, num_rounds=args.num_rounds)
+                    measurements += measure_resuming(RECIPE, config, scratch)
                 case "baseline":
                     measurements = measure_baseline(config, scratch, args.demo_dir, num_steps=args.baseline_steps)
                 case "finetuning":

@@ -5,6 +5,7 @@ import pytest
 
 from tests.recipes.running import run_here
 from tests.training.tiny_run import write_tiny_run
+from tinylm.training.benchmark import resuming
 from tinylm.training.benchmark.setting import PARTS
 
 
@@ -45,6 +46,7 @@ def test_the_recipe_measures_all_parts(run_config, tmp_path, monkeypatch):
     assert run_here(monkeypatch, "pretrain_tlm", "--config", run_config, "--output_dir", demo) == 0
     flags += ["--num_rounds", 2, "--num_threads", 1, "--baseline_steps", 3, "--demo_dir", demo]
     parts = [part for part in PARTS if part != "finetuning"]  # it has a test of its own
+    monkeypatch.setattr(resuming, "POSITIONS", (10, 2_000))
     assert run_here(monkeypatch, "bench_training", *flags, "--parts", *parts) == 0
     results = json.loads((tmp_path / "results" / "bench_training.json").read_text())
     assert results.keys() == set(parts)

