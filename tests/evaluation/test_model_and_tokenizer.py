@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests.evaluation.tiny import START, byte_tokenizer, tiny_llama
+from tinylm.evaluation import model_and_tokenizer
 from tinylm.evaluation.model_and_tokenizer import load_with_tokenizer
 
 
@@ -34,11 +35,8 @@ def test_an_adapter_has_its_bases_tokenizer_or_its_own(saved: Path) -> None:
 def test_a_weights_file_that_is_cut_off_is_said_to_be(saved: Path, cut: str) -> None:
     content = (saved / cut).read_bytes()
     (saved / cut).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"A weights file of `.*/adapter` or of its base .* is cut off or damaged"):
+    with pytest.raises(ValueError, match=rf"The weights in `.*/{cut}` are cut off or damaged .*again"):
         load_with_tokenizer(str(saved / "adapter"))
-    if cut.startswith("base"):
-        with pytest.raises(ValueError, match=r"A weights file of `.*/base` is cut off"):
-            load_with_tokenizer(str(saved / "base"))
 
 
 def test_pickled_weights_are_refused_and_not_read(saved: Path) -> None:
@@ -50,6 +48,24 @@ def test_pickled_weights_are_refused_and_not_read(saved: Path) -> None:
         load_with_tokenizer(str(saved / "adapter"))
     with pytest.raises(ValueError, match=r"pickle \(`pytorch_model.bin`\), which can run any code .* safetensors"):
         load_with_tokenizer(str(saved / "base"))
+
+
+def test_an_adapter_whose_weights_are_missing_or_only_pickled_on_the_hub_is_refused(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (saved / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"`.*/adapter` lacks its weights, `adapter_model.safetensors`, and pickled"):
+        load_with_tokenizer(str(saved / "adapter"))
+    monkeypatch.setattr(model_and_tokenizer, "base_of", lambda *names: str(saved / "base"))
+    monkeypatch.setattr(model_and_tokenizer, "load_pretrained", lambda *args, **kwargs: 1 / 0)
+    for answers in (True, False):
+        monkeypatch.setattr(model_and_tokenizer, "hub_answers", lambda name, answers=answers: answers)
+        monkeypatch.setattr(model_and_tokenizer, "file_exists", lambda name, file: file == "adapter_model.bin")
+        with pytest.raises(ValueError, match="`some/adapter` lacks its weights"):
+            load_with_tokenizer("some/adapter")
+    monkeypatch.setattr(model_and_tokenizer, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
+    with pytest.raises(ZeroDivisionError):
+        load_with_tokenizer("some/adapter")
 
 
 def test_an_adapter_of_another_base_is_refused_where_it_would_load_in_part(saved: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_same_numbers_at_every_batch_size_and_on_two_ranks(
     printed = capsys.readouterr().out
     output = text.with_name("ranks.json")
     on_two_ranks = output_of(launch("--config_file", CPU_GLOO, RECIPE, *flags, "--output_file", output))
-    assert on_two_ranks.count("bits_per_byte") == 1, "one rank prints"
+    assert on_two_ranks.count("bits/byte") == 1, "one rank prints"
     numbers.append(json.loads(output.read_text()))
 
     assert numbers[0].keys() == expected(TEXT).keys()
@@ -82,6 +82,24 @@ def test_the_validation_split_is_the_held_out_part(recipe: Callable[..., int], m
     assert 0.05 < share < 0.2
 
 
+def test_models_and_corpora_side_by_side_are_one_table_and_one_list(
+    recipe: Callable[..., int], model_folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, more = tmp_path / "other", tmp_path / "more.txt"
+    tiny_llama(seed=1).save_pretrained(other)
+    byte_tokenizer(eos_token=START).save_pretrained(other)
+    more.write_text(TEXT.upper(), encoding="utf-8")
+    flags = ["--model_name_or_path", model_folder, other, "--corpora", text, more]
+    assert recipe(*flags, "--output_file", tmp_path / "e.json") == 0
+    rows = json.loads((tmp_path / "e.json").read_text())
+    pairs = [(row.pop("model"), row.pop("corpus")) for row in rows]
+    assert pairs == [(str(model), str(corpus)) for model in (model_folder, other) for corpus in (text, more)]
+    assert rows[0] == pytest.approx(expected(TEXT), rel=1e-6) and rows[1] == pytest.approx(expected(TEXT.upper()))
+    printed = capsys.readouterr().out
+    assert printed.count("bits/byte") == 1 and all(f"{row['bits_per_byte']:,.4f}" in printed for row in rows)
+    assert len({row["bits_per_byte"] for row in rows}) == 4
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -95,6 +113,8 @@ def test_the_validation_split_is_the_held_out_part(recipe: Callable[..., int], m
         ({"data_files": "nowhere.txt"}, "nowhere.txt"),
         ({"per_device_eval_batch_size": "0"}, "`per_device_eval_batch_size` is 0"),
         ({"precision": "fp8"}, "`precision` is one of"),
+        ({"corpora": "sample"}, "Put all of them behind `--corpora`"),
+        ({"base_model": "some/base"}, "Leave `--base_model` out"),
     ],
 )
 def test_wrong_input_ends_with_one_paragraph_before_the_model_is_loaded(
@@ -109,7 +129,7 @@ def test_wrong_input_ends_with_one_paragraph_before_the_model_is_loaded(
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("tinylm.evaluation.pretrained.load_pretrained", refuse)
+    monkeypatch.setattr("tinylm.evaluation.side_by_side.load_checked", refuse)
     output = text.with_name("e.json")
     given = {"model_name_or_path": str(model_folder), "data_files": str(text), "output_file": str(output), **flags}
     assert recipe(*(word for name, value in given.items() for word in (f"--{name}", value))) == 2

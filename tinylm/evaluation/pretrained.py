@@ -6,6 +6,8 @@ Weights are read from safetensors (or GGUF) only, and no code that comes with th
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,10 +22,13 @@ def pretrained_config(name_or_path: str, base_model: str | None = None) -> PreTr
     """The architecture of the model; of an adapter, that of its base model. Reads no weights.
 
     Raises:
-        FileNotFoundError: no such file or folder, and no such repository where the Hub can be reached.
+        FileNotFoundError: no such file or folder, and no such repository where the Hub can be reached; or an adapter's
+            base is not there.
         ValueError: the folder holds no model.
     """
-    return load_base_config(base_of(name_or_path, base_model) or name_or_path)
+    base = base_of(name_or_path, base_model)
+    with _needing(base, name_or_path):
+        return load_base_config(base or name_or_path)
 
 
 def load_pretrained(
@@ -39,7 +44,8 @@ def load_pretrained(
         FileNotFoundError, ValueError: as `pretrained_config`; or the weights are not those of the architecture.
     """
     base = base_of(name_or_path, base_model)
-    model = load_base_model(base or name_or_path, dtype=dtype)
+    with _needing(base, name_or_path):
+        model = load_base_model(base or name_or_path, dtype=dtype)
     if base is None:
         return model
     try:
@@ -55,21 +61,43 @@ def base_of(name_or_path: str, base_model: str | None = None) -> str | None:
     """What an adapter stands on: `base_model` if it is named. None for a whole model.
 
     Raises:
-        FileNotFoundError: no such file or folder.
+        FileNotFoundError: no such file or folder, or an adapter's base is one that is not there.
         ValueError: a base is named and there is no adapter, or the adapter names none.
     """
     place = resolve_name(name_or_path)
-    if not _is_adapter(place):
+    if not is_adapter(name_or_path):
         if base_model is not None:
             raise ValueError(f"Adapters have a base model, and `{name_or_path}` is a whole one. Leave it out.")
         return None
     base = base_model or _base_in_run_json(Path(place)) or PeftConfig.from_pretrained(place).base_model_name_or_path
     if base is None:
         raise ValueError(f"The adapter `{name_or_path}` does not say what it was trained on. Set `--base_model`.")
+    with _needing(base, name_or_path):
+        resolve_name(base)
     return base
 
 
-def _is_adapter(place: str) -> bool:
+@contextmanager
+def _needing(base: str | None, adapter: str) -> Iterator[None]:
+    """What is said where an adapter's base is not there."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if base is None:
+            raise
+        raise FileNotFoundError(
+            f"The adapter `{adapter}` needs its base model `{base}`, which is not there. Name it with `--base_model`."
+            f" {error}"
+        ) from error
+
+
+def is_adapter(name_or_path: str) -> bool:
+    """Whether it is an adapter and no whole model.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+    """
+    place = resolve_name(name_or_path)
     if Path(place).exists():
         return Path(place, "adapter_config.json").is_file()
     return find_adapter_config_file(place, local_files_only=not hub_answers(place)) is not None

@@ -105,13 +105,7 @@ def scoring_rows(
     Raises:
         ValueError: the context holds less than 2 tokens, the stride is not within it, or no document has a target.
     """
-    if context < 2:
-        raise ValueError(f"Scoring needs a token to predict from and one to predict; the context is {context}.")
-    if stride is not None and not 1 <= stride <= context:
-        raise ValueError(
-            f"Windows must not leave tokens out: the stride is at least 1 and at most the context of {context} tokens, "
-            f"not {stride}. Set `--stride {context // 2}` for windows that overlap by half."
-        )
+    check_windows(context, stride)
     if start_id is None:
         logger.warning("No bos and no eos: the first token of each document and its bytes are left out of the scores.")
     step = min(stride or context, context - 1)
@@ -136,6 +130,17 @@ def scoring_rows(
         num_documents=num_documents,
         num_bytes=num_bytes,
     )
+
+
+def check_windows(context: int, stride: int | None) -> None:
+    """Raises ValueError for windows that hold no target, or that would leave tokens out."""
+    if context < 2:
+        raise ValueError(f"Scoring needs a token to predict from and one to predict; the context is {context}.")
+    if stride is not None and not 1 <= stride <= context:
+        raise ValueError(
+            f"Windows must not leave tokens out: the stride is at least 1 and at most the context of {context} tokens, "
+            f"not {stride}. Set `--stride {context // 2}` for windows that overlap by half."
+        )
 
 
 def pad_rows(rows: Sequence[Row]) -> dict[str, Tensor]:

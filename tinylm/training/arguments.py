@@ -122,8 +122,18 @@ class PrepareArguments:
 class EvaluateArguments:
     """What to score and how."""
 
-    model_name_or_path: str = field(metadata=_help("A run's folder, a Hub id or an adapter."))
-    tokenizer_name_or_path: str | None = field(default=None, metadata=_help("Unset: the model's own."))
+    model_name_or_path: list[str] = field(metadata=_help("One or more runs' folders, adapters, Hub ids or GGUF files."))
+    base_model: str | None = field(
+        default=None, metadata=_help("Where the base of the adapters lies, if not where they say.")
+    )
+    tokenizer_name_or_path: str | None = field(default=None, metadata=_help("Unset: each model's own."))
+    corpora: list[str] | None = field(
+        default=None,
+        metadata=_help(
+            "Corpora that are scored one by one: sample, files, folders, globs, or datasets of the Hub as"
+            " name:configuration:split. Unset: one corpus, by --dataset_name or --data_files."
+        ),
+    )
     eval_split: str = field(default="all", metadata=_help("all documents, or the held-out tenth: validation."))
     stride: int | None = field(default=None, metadata=_help("Tokens from one window to the next; no overlap if unset."))
     per_device_eval_batch_size: int = field(default=8, metadata=_help("Windows at once."))
