@@ -20,6 +20,7 @@ import transformers
 import yaml
 
 from .launch_files import check_launch_in_use, launch_file_of, launch_in_use
+from .network import choose_interface
 from .stopping import die_with_launcher
 
 logger = logging.getLogger(__name__)
@@ -255,6 +256,7 @@ def run_recipe(main: Callable[[], None]) -> None:
     sys.argv = [word for word in sys.argv if word != "--traceback"]
     try:
         check_launch_in_use()
+        choose_interface()
         main()
         _leave_together()
     except RunInterrupted as interrupted:
