@@ -11,7 +11,7 @@ from tinylm.training.run_record import write_atomically
 from tinylm.training.trainer import LanguageModelTrainer
 
 ANSWERS_NAME = "answers.json"
-_NEW_TOKENS = 60
+_NEW_TOKENS = 80
 
 
 class BeforeAfter:
@@ -20,12 +20,15 @@ class BeforeAfter:
     Args:
         prompts: conversations that wait for an answer, or beginnings of texts.
         go_on: the run began earlier, and its answers are in the folder.
+
+    `samples` are what `compared` has compared: `prompt`, `before` and `after` of each.
     """
 
     def __init__(
         self, trainer: LanguageModelTrainer, prompts: Sequence[str] | Sequence[list[Message]], *, go_on: bool
     ) -> None:
         self._trainer, self._prompts = trainer, prompts
+        self.samples: list[dict[str, str]] = []
         self._path = Path(trainer.args.output_dir, ANSWERS_NAME)
         if trainer.is_world_process_zero() and not go_on:
             rows = [{"prompt": prompt, "before": text} for prompt, text in zip(prompts, self._answers(), strict=True)]
@@ -40,9 +43,10 @@ class BeforeAfter:
             for prompt, text in zip(self._prompts, self._answers(), strict=True)
         ]
         self._write(rows)
+        self.samples = [{**row, "prompt": _shown(row["prompt"])} for row in rows]
         lines = [
-            f"--- {_shown(row['prompt'])}\nbefore: {row['before'].strip()}\nafter:  {row['after'].strip()}"
-            for row in rows
+            f"--- {row['prompt']}\nbefore: {row['before'].strip()}\nafter:  {row['after'].strip()}"
+            for row in self.samples
         ]
         losses = [f"{metrics[name]:.4f}" for name in ("before_eval_loss", "eval_loss") if name in metrics]
         return "\n".join([*lines, f"held out, nats per target: {' -> '.join(losses)}"])
