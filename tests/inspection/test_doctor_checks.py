@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,26 @@ def test_rows_without_a_target_are_a_warning(finetuning: Path) -> None:
     assert level == "warning" and "1 rows without a target" in detail and "raise `--max_length`" in detail
 
 
+def test_a_precision_that_the_hardware_lacks_is_a_warning(
+    pretraining: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tinylm.training.precision._cpu_has_bf16", lambda: False)
+    level, detail = found(pretraining, "--precision", "bf16")["precision"]
+    assert level == "warning" and detail == "fp32 on cpu; This hardware does not compute in bf16: the run uses fp32."
+    assert found(pretraining, "--precision", "auto")["precision"] == ("ok", "fp32 on cpu")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_base_whose_weights_cannot_be_read_is_a_problem(finetuning: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(finetuning.parent / "base", tmp_path / "base")
+    (base / "model.safetensors").write_bytes(b"\x08")
+    level, detail = found(finetuning, "--model_name_or_path", base)["model"]
+    assert level == "problem" and "cut off" in detail
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    level, detail = found(finetuning, "--model_name_or_path", base)["model"]
+    assert level == "problem" and "can run any code" in detail
+
+
 def test_too_little_memory_or_disk_is_a_problem(pretraining: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks.psutil, "virtual_memory", lambda: SimpleNamespace(available=100_000))
     monkeypatch.setattr("tinylm.training.checkpoints.shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
@@ -195,7 +216,7 @@ def test_versions_are_compared_with_those_of_the_tests(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    monkeypatch.setattr("tinylm.cli._quieten", lambda: None)
+    monkeypatch.setattr("tinylm.cli.runs.quieten", lambda: None)
     return lambda *words: CliRunner().invoke(app, ["doctor", *map(str, words)])
 
 

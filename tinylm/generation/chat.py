@@ -89,8 +89,9 @@ class Chat:
         """The model's answer, handed to `write` piece by piece. Where that fails, the conversation stays as it was.
 
         Raises:
-            ValueError: as `answer`.
+            ValueError: as `answer`; or the question is empty.
         """
+        check_question(question)
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
         seed = self._seed + len(self.messages)  # the same question twice is not answered with the same draws
         text = answer(self._model, self._tokenizer, asked, seed=seed, write=write, **self._settings)
@@ -112,6 +113,12 @@ class Chat:
             raise ValueError("There is nothing to save: the conversation has no turns yet.")
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+
+
+def check_question(question: str) -> None:
+    """Raises ValueError for a question without a word, which the template would write as a turn all the same."""
+    if not question.strip():
+        raise ValueError(f"A question has at least one word; `--prompt` is {question!r}. Ask something.")
 
 
 def converse(chat: Chat, lines: Iterable[str], write: Callable[[str], object]) -> None:

@@ -4,7 +4,7 @@ Each check is what the recipe itself does before its first step; what it would r
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from tinylm.data.chat_encoder import ChatEncoder
 from tinylm.data.conversations import open_rows
 from tinylm.data.encoding import check_tokenizer_matches
 from tinylm.data.token_store import TokenStore
+from tinylm.evaluation.model_and_tokenizer import check_weights
+from tinylm.inspection.checked import Checked
 from tinylm.inspection.doctor import Finding
 from tinylm.inspection.machine_checks import (
     check_devices,
@@ -39,7 +41,6 @@ from tinylm.training.lora import base_name, plan_training
 from tinylm.training.trackers import has_wandb_key
 
 _ROWS_READ = 200
-_WRONG_INPUT = (ValueError, OSError, ImportError)
 
 
 def examine_plan(config: Path | None, launch_config: Path | None = None, flags: Sequence[str] = ()) -> list[Finding]:
@@ -59,12 +60,12 @@ def examine_plan(config: Path | None, launch_config: Path | None = None, flags: 
             if finetunes
             else (RunArguments, DataArguments, ModelArguments)
         )
-        parsed = _Checked("run file", lambda: parse_arguments(parts, ["--config", str(config), *flags]))
+        parsed = Checked("run file", lambda: parse_arguments(parts, ["--config", str(config), *flags]))
         findings += parsed.unless_ok(f"`{config}`, {'fine-tuning' if finetunes else 'pretraining'}")
         arguments = parsed.value
     ranks = 1
     if launch_config is not None:
-        launch = _Checked("launch file", lambda: read_launch_file(launch_config))
+        launch = Checked("launch file", lambda: read_launch_file(launch_config))
         if launch.value is None:
             findings += launch.unless_ok("")
         else:
@@ -73,26 +74,11 @@ def examine_plan(config: Path | None, launch_config: Path | None = None, flags: 
     run = arguments[0] if arguments else None
     findings.append(check_threads(run.num_threads if run else None, ranks))
     if arguments:
-        findings.append(Finding("ok", "precision", f"{run.precision} on {run.device.type}"))
+        findings.append(_precision(run, parsed.said))
         findings += _folder(run)
         findings += (_finetuning if finetunes else _pretraining)(*arguments, ranks)
         findings += _trackers(run)
     return findings
-
-
-class _Checked:
-    """What `look` gives as `value`, or None and a `fault` where it refuses."""
-
-    def __init__(self, subject: str, look: Callable[[], object]) -> None:
-        self.subject, self.value, self.fault = subject, None, None
-        try:
-            self.value = look()
-        except _WRONG_INPUT as error:
-            self.fault = " ".join(str(error).split())
-
-    def unless_ok(self, detail: str) -> list[Finding]:
-        """The problem, or `detail` as what is well."""
-        return [Finding("problem" if self.fault else "ok", self.subject, self.fault or detail)]
 
 
 def _folder(run: RunArguments) -> Iterator[Finding]:
@@ -101,9 +87,15 @@ def _folder(run: RunArguments) -> Iterator[Finding]:
     if not _may_write(there):
         yield Finding("problem", "output folder", f"`{there}` may not be written: set `--output_dir`, or its rights")
         return
-    resumed = _Checked("output folder", lambda: checkpoint_to_resume(run.output_dir, run.resume_from_checkpoint))
+    resumed = Checked("output folder", lambda: checkpoint_to_resume(run.output_dir, run.resume_from_checkpoint))
     begins = f"the run goes on from `{resumed.value}`" if resumed.value else "the run begins anew"
     yield from resumed.unless_ok(f"`{run.output_dir}`: {begins}")
+
+
+def _precision(run: RunArguments, warnings: Sequence[str]) -> Finding:
+    """With what the run file asks for and the hardware does not have."""
+    said = [f"{run.precision} on {run.device.type}", *warnings]
+    return Finding("warning" if warnings else "ok", "precision", "; ".join(said))
 
 
 def _may_write(folder: Path) -> bool:
@@ -111,20 +103,18 @@ def _may_write(folder: Path) -> bool:
 
 
 def _pretraining(run: RunArguments, data: DataArguments, names: ModelArguments, ranks: int) -> Iterator[Finding]:
-    config = _Checked("model", lambda: load_config(names.config_name))
+    config = Checked("model", lambda: load_config(names.config_name))
     if config.fault:
         yield from config.unless_ok("")
         return
     yield from _data(data, config.value)
     name = names.tokenizer_name_or_path
     if name is not None:
-        tokenizer = _Checked(
-            "tokenizer", lambda: check_tokenizer_matches(config.value.vocab_size, load_tokenizer(name))
-        )
+        tokenizer = Checked("tokenizer", lambda: check_tokenizer_matches(config.value.vocab_size, load_tokenizer(name)))
         yield from tokenizer.unless_ok(f"`{name}` fits the model's vocabulary of {config.value.vocab_size:,}")
     elif not data.prepared_corpus or not Path(data.prepared_corpus, "manifest.json").is_file():
         yield Finding("ok", "tokenizer", f"one of {config.value.vocab_size:,} tokens will be trained on the corpus")
-    memory = _Checked("model", lambda: pretraining_memory(run, data, names, config.value))
+    memory = Checked("model", lambda: pretraining_memory(run, data, names, config.value))
     yield from memory.unless_ok(f"{config.value.model_type}, {_parameters(memory.value)}")
     if memory.value:
         yield from _room(run, memory.value, ranks)
@@ -132,43 +122,44 @@ def _pretraining(run: RunArguments, data: DataArguments, names: ModelArguments, 
 
 
 def _data(data: DataArguments, config: PreTrainedConfig) -> Iterator[Finding]:
-    yield from _Checked("block", lambda: checked_block_size(data.block_size, config)).unless_ok(
+    yield from Checked("block", lambda: checked_block_size(data.block_size, config)).unless_ok(
         f"{data.block_size or getattr(config, 'max_position_embeddings', 0)} tokens, within the model's context"
     )
     folder = data.prepared_corpus
     if folder and Path(folder, "manifest.json").is_file():
-        store = _Checked("data", lambda: TokenStore.open(Path(folder)))
+        store = Checked("data", lambda: TokenStore.open(Path(folder)))
         yield from store.unless_ok(store.value.description if store.value else "")
         if store.value:
-            fits = _Checked("tokenizer", lambda: store.value.check_vocabulary(config.vocab_size))
+            fits = Checked("tokenizer", lambda: store.value.check_vocabulary(config.vocab_size))
             yield from fits.unless_ok(f"that of the corpus fits the model's vocabulary of {config.vocab_size:,}")
         return
     if folder and not (data.dataset_name or data.data_files):
         remedy = "write it with recipes/prepare_corpus.py, or name a source too (`--dataset_name`, `--data_files`)"
         yield Finding("problem", "data", f"there is no prepared corpus in `{folder}`: {remedy}")
         return
-    source = _Checked("data", lambda: source_from(data))
+    source = Checked("data", lambda: source_from(data))
     if source.value is None:
         yield from source.unless_ok("")
         return
-    first = _Checked("data", lambda: next(iter(source.value.documents())))
+    first = Checked("data", lambda: next(iter(source.value.documents())))
     yield from first.unless_ok(f"{source.value.description}; the first document can be read")
 
 
 def _finetuning(run: FinetuneArguments, chat: ChatArguments, lora: LoraArguments, ranks: int) -> Iterator[Finding]:
     def base() -> PreTrainedConfig:
         check_quantization(lora.model_name_or_path, lora.quantization)
+        check_weights(lora.model_name_or_path)
         return load_base_config(lora.model_name_or_path)
 
-    config = _Checked("model", base)
+    config = Checked("model", base)
     if config.fault:
         yield from config.unless_ok("")
         return
     yield Finding("ok", "model", f"`{lora.model_name_or_path}`, {config.value.model_type}")
-    trained = _Checked("trained layers", lambda: plan_training(config.value, lora))
+    trained = Checked("trained layers", lambda: plan_training(config.value, lora))
     layers = "all weights" if lora.full else f"an adapter on {', '.join(lora.target_modules)}"
     yield from trained.unless_ok(f"{layers}, {trained.value or 0:,} parameters")
-    tokenizer = _Checked("tokenizer", lambda: load_chat_tokenizer(lora, chat, config.value))
+    tokenizer = Checked("tokenizer", lambda: load_chat_tokenizer(lora, chat, config.value))
     yield from tokenizer.unless_ok(f"fits the model's vocabulary of {config.value.vocab_size:,}")
     if tokenizer.value is None:
         return
@@ -186,7 +177,7 @@ def _finetuning(run: FinetuneArguments, chat: ChatArguments, lora: LoraArguments
         )
         return encode_examples(rows, encoder, skip_bad_rows=chat.skip_bad_rows)
 
-    examples = _Checked("data", some)
+    examples = Checked("data", some)
     if examples.value is None:
         yield from examples.unless_ok("")
         return
@@ -197,7 +188,7 @@ def _finetuning(run: FinetuneArguments, chat: ChatArguments, lora: LoraArguments
         "warning" if has_lost else "ok", "data", f"of the first {_ROWS_READ} rows: {counts.in_words()}{remedy}"
     )
     if trained.value:
-        memory = _Checked("memory", lambda: finetuning_memory(run, chat, lora, config.value, examples.value))
+        memory = Checked("memory", lambda: finetuning_memory(run, chat, lora, config.value, examples.value))
         yield from _room(run, memory.value, ranks) if memory.value else memory.unless_ok("")
     yield from _hub(run, None if lora.full else base_name(lora))
 
@@ -221,7 +212,7 @@ def _room(run: RunArguments, memory: MemoryEstimate, ranks: int) -> Iterator[Fin
         yield Finding("warning", "memory", f"{said}, which is close: {remedy}")
     else:
         yield Finding("ok", "memory", said)
-    room = _Checked("disk", lambda: check_room(run.output_dir, memory.num_trainable))
+    room = Checked("disk", lambda: check_room(run.output_dir, memory.num_trainable))
     yield from room.unless_ok(f"room for the model and a checkpoint, {16 * memory.num_trainable / 1e6:,.0f} MB")
 
 
@@ -237,6 +228,6 @@ def _trackers(run: RunArguments) -> Iterator[Finding]:
 
 def _hub(run: RunArguments, adapted_model: str | None) -> Iterator[Finding]:
     if run.push_to_hub:
-        place = _Checked("Hub", lambda: destination_of_run(run, 0, adapted_model=adapted_model))
+        place = Checked("Hub", lambda: destination_of_run(run, 0, adapted_model=adapted_model))
         there = place.value
         yield from place.unless_ok(f"{there.url} may be written by {there.user}" if there else "")

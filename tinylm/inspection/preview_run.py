@@ -33,18 +33,21 @@ _SHOWN = 2
 _CHARACTERS_SHOWN = 1000
 
 
-def preview_run(config: Path, flags: Sequence[str] = (), *, measure: bool = False) -> str:
+def preview_run(
+    config: Path, flags: Sequence[str] = (), *, measure: bool = False, in_colour: bool | None = None
+) -> str:
     """Decoded examples of a fine-tuning run, or blocks of a pretraining run, with counts, steps and memory.
 
     Args:
         flags: more flags of the recipe (`--max_length 512`), which win over the run file.
         measure: take a few real steps, and give their time and memory.
+        in_colour: mark what is trained by colour, else by brackets; None: if standard output is a terminal.
 
     Raises:
         ValueError, FileNotFoundError: what the recipe would raise for the same flags and data.
     """
     argv = ["--config", str(config), *flags]
-    text, steps = _preview_finetuning(argv) if is_finetuning(config) else _preview_pretraining(argv)
+    text, steps = _preview_finetuning(argv, in_colour) if is_finetuning(config) else _preview_pretraining(argv)
     return f"{text}\n--- {measured_in_words(measure_run(config, flags), steps)}" if measure else text
 
 
@@ -55,7 +58,7 @@ def measured_in_words(measured: Measured, steps: int | None) -> str:
     return f"Measured in {STEPS} steps: {measured.seconds_per_step:.2f} s a step{whole} without validation; {peak}"
 
 
-def _preview_finetuning(argv: Sequence[str]) -> tuple[str, int | None]:
+def _preview_finetuning(argv: Sequence[str], in_colour: bool | None) -> tuple[str, int | None]:
     """The rows are read as a stream, which leaves nothing in the cache of `datasets`."""
     run, chat, lora = parse_arguments((FinetuneArguments, ChatArguments, LoraArguments), argv)
     config = load_base_config(lora.model_name_or_path)
@@ -82,7 +85,7 @@ def _preview_finetuning(argv: Sequence[str]) -> tuple[str, int | None]:
     is_about = not (chat.eval_data_files or run.max_steps > 0)  # one in ten is held out
     size = size_in_words(run, steps, longest_row(chat, config, examples), memory, is_about=is_about)
     text = (
-        f"{preview_examples(tokenizer, examples, _SHOWN, in_full=True)}\n--- {in_rows}\n"
+        f"{preview_examples(tokenizer, examples, _SHOWN, in_full=True, in_colour=in_colour)}\n--- {in_rows}\n"
         f"--- {rows.description}, the first {_ROWS_READ:,} rows at most\n{size}"
     )
     return text, steps

@@ -1,18 +1,16 @@
-"""`tinylm merge`, `generate` and `chat` as they are typed, on tiny models of every kind."""
+"""What every command has, and `tinylm merge`, `generate` and `chat` as they are typed, on tiny models of every kind."""
 
 import importlib.util
-import io
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.cli.conftest import RunCLI, save
 from tests.evaluation.tiny import START, byte_tokenizer, tiny_llama, tiny_tlm
 from tests.models.architectures import ARCHITECTURES
 from tinylm import cli
@@ -21,33 +19,7 @@ from tinylm.publish.merge import merge_adapter
 from tinylm.tokenizers import byte
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}<assistant>"
-COMMANDS = sorted(command.callback.__name__ for command in cli.app.registered_commands)
-
-RunCLI = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def tinylm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCLI:
-    """Runs `tinylm WORDS...` with a standard input: exit code, standard output, standard error."""
-
-    def run(*words: object, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tinylm", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        monkeypatch.setattr(cli, "_quieten", lambda: None)  # what it does stays done in this process
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-            sys.exit(0)
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
-
-
-def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+COMMANDS = ["audit", "chat", "doctor", "generate", "merge", "preview", "push", "report", "score"]
 
 
 @pytest.fixture(scope="module")
@@ -136,29 +108,6 @@ def test_a_model_without_a_chat_template_is_not_chatted_with(models: dict[str, P
         assert "a chat template" in error and "`--chat_template`" in error and "`tinylm generate`" in error
 
 
-def broken(tmp_path: Path, fault: str) -> Path:
-    folder = save(tmp_path / "model", tiny_llama(), byte_tokenizer(eos_token=START))
-    weights = folder / "model.safetensors"
-    if fault == "cut off":
-        weights.write_bytes(weights.read_bytes()[:2000])
-    elif fault == "pickled":
-        torch.save(tiny_llama().state_dict(), folder / "pytorch_model.bin")
-        weights.unlink()
-    elif fault == "no model":
-        (folder / "config.json").unlink()
-    return folder if fault != "not there" else tmp_path / "nowhere"
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [("cut off", "is cut off"), ("pickled", "run any code"), ("no model", "holds `config"), ("not there", "no folder")],
-)
-def test_what_is_no_model_is_one_paragraph(command: str, fault: str, said: str, tinylm: RunCLI, tmp_path: Path) -> None:
-    code, output, error = tinylm(command, broken(tmp_path, fault), "--prompt", "x")
-    assert code == 2 and output == "" and error.count("\n") == 1 and said in error
-
-
 def test_merge_says_what_it_has_measured_or_why_not(models: dict[str, Path], tinylm: RunCLI, tmp_path: Path) -> None:
     code, said, _ = tinylm("merge", models["adapter"], tmp_path / "out", "--dtype", "bfloat16")
     merged, cast, written = said.splitlines()
@@ -176,15 +125,33 @@ def test_every_help_has_an_example(command: str, tinylm: RunCLI) -> None:
     assert code == 0 and f"Example: tinylm {command} " in text
 
 
-def test_the_help_fits_a_screen_and_needs_nothing_heavy() -> None:
+def test_the_help_fits_a_screen_and_neither_it_nor_wrong_usage_needs_anything_heavy() -> None:
+    assert sorted(command.callback.__name__ for command in cli.app.registered_commands) == COMMANDS
     code = (
-        "import sys, tinylm.cli\nsys.argv = ['tinylm', '--help']\ntry: tinylm.cli.main()\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+        "import sys, tinylm.cli\nfor words in (['--help'], ['score', '--help'], ['push']):\n"
+        "    sys.argv = ['tinylm', *words]\n    try: tinylm.cli.main()\n    except SystemExit: print('=====')\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'numpy', 'huggingface_hub', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) <= 40
-    assert all(f" {command} " in done.stdout for command in COMMANDS)
+    lines = done.stdout.split("=====")[0].splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    for command in COMMANDS:
+        [line] = [line for line in lines if f" {command} " in line]
+        assert "…" not in line and line.rstrip(" │").endswith((".", "?")), "said in one line"
+
+
+def test_what_libraries_print_is_not_in_the_answer() -> None:
+    code = (
+        "from tinylm.cli.application import *\nquieten()\nimport transformers.integrations.integration_utils\nsay('{}')"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "{}\n" and "offline" in done.stderr, "or this test would prove nothing"
 
 
 @pytest.mark.slow
