@@ -127,7 +127,7 @@ def patient(rows: Callable[[int, int], Iterator[Row]], start: int, step: int, wh
                 waits = iter(WAITS)
                 yield row
             return
-        except ValueError:  # the row itself is at fault
+        except (ValueError, TypeError, LookupError, AttributeError):  # the row itself is at fault, or this code
             raise
         except Exception as error:  # the classes depend on the HTTP library, which changes with huggingface_hub
             seconds = next(waits, None)
