@@ -36,7 +36,8 @@ finetune-qwen: .venv/installed
 
 demo-finetune: .venv/smollm2
 	$(BIN)/accelerate launch recipes/finetune_qwen.py --config recipes/configs/finetune_qwen/smollm2_demo.yaml $(ARGS)
-	test -d runs/finetune/demo-merged || $(BIN)/tinylm merge runs/finetune/demo runs/finetune/demo-merged
+	test runs/finetune/demo-merged/model.safetensors -nt runs/finetune/demo/adapter_model.safetensors \
+		|| { rm -rf runs/finetune/demo-merged && $(BIN)/tinylm merge runs/finetune/demo runs/finetune/demo-merged; }
 
 test: .venv/smollm2
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(ARGS)
