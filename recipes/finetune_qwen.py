@@ -10,6 +10,7 @@ from transformers import set_seed
 
 from tinylm.inspection.before_after import BeforeAfter
 from tinylm.inspection.preview import preview_examples
+from tinylm.inspection.report import add_course_to_card
 from tinylm.models.loading import check_quantization, load_base_config, load_base_model
 from tinylm.publish.cards import write_card
 from tinylm.publish.preflight import destination_of_run
@@ -23,6 +24,7 @@ from tinylm.training.isolation import check_examples_are_kept_apart
 from tinylm.training.launch import rank_zero_first, run_recipe, start
 from tinylm.training.lora import base_dtype, base_name, base_place, plan_training, trainable_model, warn_of_local_base
 from tinylm.training.run_folder import begin_run, finish_run
+from tinylm.training.trackers import send_results
 from tinylm.training.trainer import LanguageModelTrainer
 
 DEFAULT_RUN = Path(__file__).parent / "configs" / "finetune_qwen" / "qwen.yaml"
@@ -72,7 +74,9 @@ def main() -> None:
     compared = answers.compared(metrics) if trainer.runs_samples else ""
     if trainer.is_world_process_zero():
         write_card(run.output_dir)
+        add_course_to_card(Path(run.output_dir))
         print(compared)
+        send_results(run.report_to, run.output_dir, answers.samples)
     with rank_zero_first("push"):
         if destination is not None:
             push_finished(run.output_dir, destination)

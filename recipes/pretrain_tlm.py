@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import tinylm.models  # noqa: F401  (registers the Auto classes)
 from tinylm.generation import generate_text
+from tinylm.inspection.report import add_course_to_card
 from tinylm.publish.cards import write_card
 from tinylm.publish.preflight import destination_of_run
 from tinylm.publish.push import push_finished
@@ -19,6 +20,7 @@ from tinylm.training.corpus import load_config, open_corpus
 from tinylm.training.isolation import check_examples_are_kept_apart
 from tinylm.training.launch import rank_zero_first, run_recipe, start
 from tinylm.training.run_folder import begin_run, finish_run
+from tinylm.training.trackers import send_results
 from tinylm.training.trainer import LanguageModelTrainer
 
 DEFAULT_RUN = Path(__file__).parent / "configs" / "pretrain_tlm" / "wikipedia.yaml"
@@ -63,8 +65,11 @@ def main() -> None:
         texts = generate_text(trainer.model, corpus.tokenizer, run.sample_prompts, **settings)
     if trainer.is_world_process_zero():
         write_card(run.output_dir)
+        add_course_to_card(Path(run.output_dir))
         for text in texts:
             print(f"--- sample\n{text}")
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(run.sample_prompts, texts, strict=True)]
+        send_results(run.report_to, run.output_dir, samples)
     with rank_zero_first("push"):
         if destination is not None:
             push_finished(run.output_dir, destination)

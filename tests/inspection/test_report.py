@@ -13,7 +13,7 @@ from tests.recipes.running import run_here
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tests.training.tiny_run import write_tiny_run
 from tinylm.cli import app
-from tinylm.inspection.report import write_report
+from tinylm.inspection.report import add_course_to_card, write_report
 from tinylm.inspection.run_log import RunLog, read_run_log
 
 CHARTS = ["report-gradient-norm", "report-learning-rate", "report-loss-time", "report-loss-tokens", "report-throughput"]
@@ -126,6 +126,18 @@ def test_a_run_without_times_is_drawn_against_tokens_and_says_so(finished: Path,
         (tmp_path / "timing.jsonl").rename(finished / "timing.jsonl")
     assert "since no times were noted: run." in report.read_text() and "time of training" in rows_of(report)
     assert sorted(path.stem for path in tmp_path.glob("*.png")) == CHARTS[:2] + CHARTS[3:4]
+
+
+def test_the_card_tells_how_the_run_went_and_is_renewed(finished: Path, tmp_path: Path) -> None:
+    card = finished / "README.md"
+    text, rows = card.read_text(), rows_of(write_report([finished], tmp_path))
+    before, section = text.split("## How it went")
+    told = dict(re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE))
+    assert told["time of training"] == rows["time of training"][0]
+    assert told["validation loss, best"] == rows["validation loss, best"][0]
+    assert not [title for title in told if f"| {title} |" in before], "nothing is said twice"
+    add_course_to_card(finished)
+    assert card.read_text() == text
 
 
 def test_what_is_no_run_is_refused_and_nothing_is_written(finished: Path, tmp_path: Path) -> None:

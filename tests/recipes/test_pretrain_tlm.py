@@ -8,11 +8,13 @@ import sys
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinylm.models  # noqa: F401
 from tests.distributed import ROOT
 from tests.recipes.running import CPU_GLOO, launch, output_of, run_here
+from tests.training.wandb_file import read_offline_run
 from tinylm.data.sources import open_source
 from tinylm.tokenizers.sentencepiece_bpe import train_sentencepiece
 from tinylm.training import checkpoints
@@ -70,7 +72,7 @@ def launches(folder):
         launch(
             *common,
             *("--output_dir", folder / "prepared", "--data_files", folder / "text.jsonl"),
-            *("--prepared_corpus", folder / "corpus", "--document_mask", "true"),
+            *("--prepared_corpus", folder / "corpus", "--document_mask", "true", "--report_to", "tensorboard"),
         ),
     ]
     return [output_of(process) for process in started]
@@ -106,8 +108,33 @@ def test_a_run_prints_its_progress_and_three_samples(launches):
 
 def test_two_ranks_are_one_run_of_the_tracker(folder, launches):
     """Cases D12 and E11: no key, standard input closed."""
-    assert len(list((folder / "streamed" / "wandb").glob("offline-run-*"))) == 1
+    [place] = (folder / "streamed" / "wandb").glob("offline-run-*")
     assert "W&B has no API key here" in launches[0]
+    run = read_offline_run(place)
+    assert run.config["max_steps"] == 4 and run.config["vocab_size"] == VOCAB and run.config["run"]["world_size"] == 2
+    losses = {row["train/global_step"]: row["train/loss"] for row in run.history if "train/loss" in row}
+    state = json.loads((folder / "streamed" / "trainer_state.json").read_text())
+    assert losses == {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+    assert any("eval/bits_per_byte" in row for row in run.history)
+    [table] = (place / "files").glob("media/table/samples_*.table.json")
+    samples = json.loads(table.read_text())
+    assert samples["columns"] == ["prompt", "text"] and len(samples["data"]) == 3
+    assert all(f"--- sample\n{text}\n" in launches[0] for _, text in samples["data"])
+    card = (folder / "streamed" / "README.md").read_text()
+    assert "README.md" in run.files and (place / "files" / "README.md").read_text() == card
+
+
+def test_tensorboard_has_settings_metrics_samples_and_card_of_one_rank(folder, launches):
+    events = EventAccumulator(str(folder / "prepared" / "tensorboard"))
+    events.Reload()
+    said = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert said["card/text_summary"] == (folder / "prepared" / "README.md").read_text()
+    assert (
+        "    The history of" in said["samples/2/text_summary"]
+        and f'"vocab_size": {VOCAB}' in said["model_config/text_summary"]
+    )
+    assert '"world_size": 2' in said["run/text_summary"]
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
 
 
 def test_the_model_of_a_run_loads_and_writes(folder, launches):

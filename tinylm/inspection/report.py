@@ -7,11 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from tinylm.inspection.report_charts import draw_charts
-from tinylm.inspection.run_log import RunLog, duration, read_run_logs
+from tinylm.inspection.run_log import RunLog, duration, read_run_log, read_run_logs
 from tinylm.training.run_record import write_atomically
 
 REPORT_NAME = "report.md"
 _MARK = "<!-- written by tinylm report -->"
+_COURSE = "## How it went"
+
+Rows = Sequence[tuple[str, Callable[[RunLog], str]]]
+"""Rows of a table: title, and the value for a run, empty where it has none."""
 
 
 def write_report(runs: Sequence[Path], output_dir: Path | None = None) -> Path:
@@ -44,14 +48,25 @@ def write_report(runs: Sequence[Path], output_dir: Path | None = None) -> Path:
     return path
 
 
+def add_course_to_card(run: Path) -> None:
+    """Adds to the card of a finished run, or renews there, how it went: the rows of the report's table that the card
+    does not have.
+
+    Raises:
+        FileNotFoundError: the folder holds no run, or no card.
+    """
+    card = run / "README.md"
+    text = card.read_text(encoding="utf-8").partition(_COURSE)[0].rstrip()
+    rows = _table_rows([read_run_log(run)], _IN_CARD)
+    if rows:
+        write_atomically(card, "\n".join([text, "", _COURSE, "", "| | |", "|---|---|", *rows]) + "\n")
+
+
 def report_markdown(logs: Sequence[RunLog], charts: Sequence[tuple[str, str]]) -> str:
     """A heading, a table with a column a run, and the charts `(title, file name)`. It names no path of this machine."""
     lines = [_MARK, "", f"# {', '.join(log.name for log in logs)}", ""]
     lines += [f"| | {' | '.join(log.name for log in logs)} |", f"|---|{'---|' * len(logs)}"]
-    for title, value_of in _ROWS:
-        values = [value_of(log) for log in logs]
-        if any(values):
-            lines.append(f"| {title} | {' | '.join(value or '-' for value in values)} |")
+    lines += _table_rows(logs, _ROWS)
     if len(logs) > 1:
         lines += [
             "",
@@ -63,6 +78,16 @@ def report_markdown(logs: Sequence[RunLog], charts: Sequence[tuple[str, str]]) -
     for title, name in charts:
         lines += ["", f"![{title}]({name})"]
     return "\n".join(lines) + "\n"
+
+
+def _table_rows(logs: Sequence[RunLog], rows: Rows) -> list[str]:
+    """Those of which at least one run has a value."""
+    lines = []
+    for title, value_of in rows:
+        values = [value_of(log) for log in logs]
+        if any(values):
+            lines.append(f"| {title} | {' | '.join(value or '-' for value in values)} |")
+    return lines
 
 
 def _steps(log: RunLog) -> str:
@@ -117,7 +142,14 @@ def _highest_rate(log: RunLog) -> str:
     return f"{rates.max():.2e}" if len(rates) else ""
 
 
-_ROWS: tuple[tuple[str, Callable[[RunLog], str]], ...] = (
+_ONLY_HERE = {
+    "time of training",
+    "tokens a second, median",
+    "training loss, last",
+    "validation loss, best",
+    "steps skipped, not finite",
+}
+_ROWS: Rows = (
     ("state", lambda log: log.status),
     ("steps", _steps),
     ("tokens read", _logged("num_tokens_read", ",")),
@@ -136,3 +168,4 @@ _ROWS: tuple[tuple[str, Callable[[RunLog], str]], ...] = (
     ("machine", _machine),
     ("commit", lambda log: str(log.record.get("commit") or "")),
 )
+_IN_CARD = [(title, value_of) for title, value_of in _ROWS if title in _ONLY_HERE]
