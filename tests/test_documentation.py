@@ -126,6 +126,10 @@ def test_a_shown_command_of_tinylm_works(command, tiny, runs, tmp_path, monkeypa
     words = shlex.split(command)[1:]
     if words[0] == "merge":
         words[2] = str(tmp_path / "merged")  # what it names is there already
+    if words[0] == "doctor" and "--config" in words:
+        words += ["--output_dir", str(tmp_path / "run"), "--per_device_train_batch_size", "1"]
+    if words[0] == "score":
+        words = [str(tiny / "text.jsonl") if word == "sample" else word for word in words]
     if words[0] == "preview":
         words += ["--model_name_or_path", str(tiny / "base")]
     if words[0] == "chat":
