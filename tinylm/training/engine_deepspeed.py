@@ -104,15 +104,15 @@ class DeepSpeedShards:
         weights = [weight for group in self._groups() for weight in group]
         if not state["state"]:
             return
-        first = state["state"][0]
+        number, first = next(iter(state["state"].items()))  # a weight that never had a gradient has none
         for flat in self._flats():
             self._zero.optimizer.state[flat] = {
-                key: torch.zeros_like(flat) if _is_like(value, weights[0]) else _copied(value)
+                key: torch.zeros_like(flat) if _is_like(value, weights[number]) else _copied(value)
                 for key, value in first.items()
             }
         self._find_states()
         for number, weight in enumerate(weights):
-            for key, value in state["state"][number].items():
+            for key, value in state["state"].get(number, {}).items():
                 if _is_like(value, weight):
                     self._put(weight, value, key)
 
