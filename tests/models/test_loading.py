@@ -92,6 +92,14 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
         load_base_model(str(tmp_path), dtype=torch.float32)
 
 
+def test_weights_that_are_cut_off_are_said_to_be(tmp_path):
+    save_base(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"The weights in `.*` are cut off or damaged \(.*Copy or train them again"):
+        load_base_model(str(tmp_path), dtype=torch.float32)
+
+
 def test_what_is_no_model_is_named_with_the_ways_to_one(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError, match=r"holds \['notes.txt'\].*a GGUF file \(`path/model.gguf`\)"):

@@ -200,6 +200,21 @@ def test_an_adapter_of_another_base_is_refused(tmp_path) -> None:
         plan_training(TINY_TRANSFORMER, settings(**other, base_model_id="our/first"))
 
 
+def test_an_adapter_whose_weights_are_cut_off_or_pickled_is_refused_and_not_read(tmp_path) -> None:
+    trained_adapter(tmp_path / "run", steps=1)
+    lora = settings(adapter_name_or_path=str(tmp_path / "run"))
+    file = tmp_path / "run" / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"The weights in `.*/run` are cut off or damaged"):
+        plan_training(tiny_base().config, lora)
+    file.write_bytes(whole)
+    torch.save(load_file(file), tmp_path / "run" / "adapter_model.bin")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"holds its weights as a pickle \(`adapter_model\.bin`\)"):
+        plan_training(tiny_base().config, lora)
+
+
 def test_saving_an_adapter_is_tried_before_the_first_step(tmp_path, monkeypatch) -> None:
     """Case E1."""
     model = trainable_model(tiny_base(), settings())

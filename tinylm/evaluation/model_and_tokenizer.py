@@ -13,7 +13,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinylm.models.loading import hub_answers, load_base_tokenizer, resolve_name
+from tinylm.models.loading import cut_off, hub_answers, load_base_tokenizer, resolve_name
 
 from .pretrained import base_of, load_pretrained
 
@@ -46,7 +46,7 @@ def load_checked(
         if isinstance(model, PeftModel):
             _check_adapter(model, Path(resolve_name(name_or_path)), str(base))
     except SafetensorError as error:  # of a file in the Hub's cache
-        raise _cut_off(name_or_path, error) from error
+        raise cut_off(name_or_path, error) from error
     return model
 
 
@@ -69,7 +69,7 @@ def check_weights(name_or_path: str, base_model: str | None = None) -> str | Non
     """
     base = base_of(name_or_path, base_model)
     if base is not None:
-        _check_adapters_file(name_or_path)
+        check_adapters_file(name_or_path)
     for place in (name_or_path, base):
         if place is not None:
             folder = Path(resolve_name(place))
@@ -79,11 +79,11 @@ def check_weights(name_or_path: str, base_model: str | None = None) -> str | Non
                     with safe_open(path, "pt"):
                         pass
                 except SafetensorError as error:
-                    raise _cut_off(str(path), error) from error
+                    raise cut_off(str(path), error) from error
     return base
 
 
-def _check_adapters_file(name_or_path: str) -> None:
+def check_adapters_file(name_or_path: str) -> None:
     """Raises ValueError for an adapter without `adapter_model.safetensors`: PEFT would take a pickle in its place."""
     place = resolve_name(name_or_path)
     if Path(place).is_dir():
@@ -98,10 +98,6 @@ def _check_adapters_file(name_or_path: str) -> None:
             f"The adapter `{name_or_path}` lacks its weights, `{SAFETENSORS_WEIGHTS_NAME}`, and pickled ones are not"
             " read. If its run was stopped, name a checkpoint of it; else save it with safetensors."
         )
-
-
-def _cut_off(file: str, error: SafetensorError) -> ValueError:
-    return ValueError(f"The weights in `{file}` are cut off or damaged ({error}). Copy or train them again.")
 
 
 def _refuse_pickles(folder: Path) -> None:

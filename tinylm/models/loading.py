@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -204,10 +205,17 @@ def _read(place: str, auto_class: type, **settings: object) -> object:
     local_only = not Path(place).exists() and not hub_answers(place)
     try:
         return auto_class.from_pretrained(place, local_files_only=local_only, **settings)
+    except SafetensorError as error:
+        raise cut_off(place, error) from error
     except OSError as error:
         if Path(place).exists():
             raise ValueError(f"`{place}` cannot be read as a model: {error} {_WAYS}") from error
         raise FileNotFoundError(f"`{place}` could not be read from the Hub: {error} {_WAYS}") from error
+
+
+def cut_off(place: str, error: SafetensorError) -> ValueError:
+    """What to raise for weights that safetensors cannot read; its own error is no ValueError."""
+    return ValueError(f"The weights in `{place}` are cut off or damaged ({error}). Copy or train them again.")
 
 
 def hub_answers(repository: str) -> bool:

@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftConfig, PeftModelForCausalLM, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import load_peft_weights
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tinylm.models.loading import hub_answers, resolve_name
+from tinylm.evaluation.model_and_tokenizer import check_adapters_file
+from tinylm.models.loading import cut_off, hub_answers, resolve_name
 
 from .finetune_arguments import LoraArguments
 
@@ -85,7 +87,7 @@ def plan_training(config: PreTrainedConfig, lora: LoraArguments) -> int:
 
     Raises:
         ValueError: settings that contradict each other or make no adapter, layers that the model lacks (those that it
-            has are listed), an adapter of another base.
+            has are listed), an adapter of another base, or one whose weights are pickled, missing or cut off.
         FileNotFoundError: no such adapter.
     """
     with torch.device("meta"):
@@ -229,8 +231,12 @@ def _config_of(adapter: str) -> PeftConfig:
 
 
 def _weights_of(lora: LoraArguments) -> dict[str, Tensor]:
+    check_adapters_file(lora.adapter_name_or_path)  # PEFT would take a pickle in its place
     place = resolve_name(lora.adapter_name_or_path)
-    return load_peft_weights(place, device="cpu", local_files_only=_only_here(place))
+    try:
+        return load_peft_weights(place, device="cpu", local_files_only=_only_here(place))
+    except SafetensorError as error:
+        raise cut_off(lora.adapter_name_or_path, error) from error
 
 
 def _only_here(place: str) -> bool:
