@@ -10,6 +10,7 @@ import typer
 from .application import answers, app, quieten, say, typed_lines, write
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ModelName = Annotated[str, typer.Argument(help="A run's folder, an adapter, a merged model, a Hub id or a .gguf file.")]
@@ -39,6 +40,17 @@ def score(
     split: Annotated[Literal["all", "validation"], typer.Option("--split", help="validation: the held-out tenth.")] = (
         "all"
     ),
+    document_separator: Annotated[
+        str | None,
+        typer.Option(
+            "--document_separator",
+            help="Splits text files, e.g. '\\n\\n\\n'; as of the run: it decides what is held out.",
+        ),
+    ] = None,
+    max_documents: Annotated[
+        int | None,
+        typer.Option("--max_documents", min=1, help="The first this many of each corpus; as of the run, for the same."),
+    ] = None,
     text_column: Annotated[str, typer.Option("--text_column", help="The column that holds the documents.")] = "text",
     block_size: Annotated[
         int | None, typer.Option("--block_size", help="Tokens of a window; by default each model's context.")
@@ -61,20 +73,21 @@ def score(
     from tinylm.evaluation.corpora import corpora_of, open_places
     from tinylm.evaluation.score_table import check_output_file, print_scores, scores_as_json
     from tinylm.evaluation.side_by_side import contestants, score_side_by_side
+    from tinylm.training.run_record import write_atomically
 
     if output_file is not None:
         check_output_file(output_file)
     chosen = contestants(models, base_model=base_model, block_size=block_size, stride=stride)
-    texts = corpora_of(open_places(corpus, text_column=text_column), split=split, tokenizer=chosen[0].tokenizer)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    settings = {"device": device, "batch_size": batch_size, "dtype": getattr(torch, dtype), "stride": stride}
+    places = {"text_column": text_column, "document_separator": document_separator, "max_documents": max_documents}
+    texts = corpora_of(open_places(corpus, **places), split=split, tokenizer=chosen[0].tokenizer)
+    settings = {"device": _device(), "batch_size": batch_size, "dtype": getattr(torch, dtype), "stride": stride}
     results = score_side_by_side(chosen, texts, **settings)
-    if output_file is not None:
-        output_file.write_text(scores_as_json(results), encoding="utf-8")
     if as_json:
         write(scores_as_json(results))
     else:
         print_scores(results, Console(file=answers()))
+    if output_file is not None:  # after the answer: what took hours is not lost to a disk that is full
+        write_atomically(output_file, scores_as_json(results))
 
 
 @app.command(epilog='Example: tinylm generate runs/tlm --prompt "The history of" --num_samples 3')
@@ -203,4 +216,11 @@ def _load(name: str, base_model: str | None, dtype: Dtype) -> "tuple[PreTrainedM
     from tinylm.evaluation.model_and_tokenizer import load_with_tokenizer
 
     model, tokenizer = load_with_tokenizer(name, base_model, dtype=getattr(torch, dtype))
-    return model.to(torch.accelerator.current_accelerator() or "cpu"), tokenizer
+    return model.to(_device()), tokenizer
+
+
+def _device() -> "torch.device":
+    """The accelerator that is there, else the CPU; unless asked to look, torch gives the one that it was built for."""
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,6 +1,7 @@
 """Scores of models on corpora as one table for people and one JSON text for programs."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,8 +51,16 @@ def print_scores(results: Sequence[Scores], console: Console | None = None) -> N
 
 
 def check_output_file(path: Path) -> None:
-    """Raises FileNotFoundError for a place where no file can be written, before any work is done."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    """Looks, before any work is done, whether a file can be written there.
+
+    Raises:
+        FileNotFoundError: a folder, or a place in one that does not exist.
+        PermissionError: the folder that it would be in may not be written.
+    """
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
         raise FileNotFoundError(
             f"Scores are written to a file in a folder that exists; `{path}` is not that. Set `--output_file`."
         )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"Scores go to `{path}`, and `{folder}` may not be written. Set `--output_file`.")
