@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
+from tinylm.evaluation.model_and_tokenizer import check_weights
 from tinylm.inspection.before_after import BeforeAfter
 from tinylm.inspection.preview import preview_examples
 from tinylm.inspection.report import add_course_to_card
@@ -40,7 +41,8 @@ def main() -> None:
     destination = destination_of_run(run, launch.rank, adapted_model=None if lora.full else base_name(lora))
     check_quantization(lora.model_name_or_path, lora.quantization)
     config = load_base_config(lora.model_name_or_path)
-    check_room(run.output_dir, plan_training(config, lora))
+    check_weights(lora.model_name_or_path)
+    check_room(run, plan_training(config, lora))
     corpus = open_chat_corpus(chat, run, config, load_chat_tokenizer(lora, chat, config))
     if launch.rank == 0:
         warn_of_local_base(lora)

@@ -35,7 +35,7 @@ def main() -> None:
         return
     destination = destination_of_run(run, launch.rank)
     config = load_config(model_args.config_name)
-    check_space(run.output_dir, config)
+    check_space(run, config)
     corpus = open_corpus(data, run, config, model_args.tokenizer_name_or_path)
 
     set_seed(run.seed)

@@ -217,7 +217,16 @@ def test_wrong_input_ends_with_one_paragraph_before_the_data_is_read(
 def test_a_disk_without_room_for_the_adapter_is_refused(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000})())
     assert recipe("--output_dir", tmp_path / "run") == 2
-    assert "A run keeps what it trains and at least one checkpoint" in capsys.readouterr().err
+    assert "A run needs room for the model and 1 checkpoint, 0 MB" in capsys.readouterr().err
+
+
+def test_a_base_whose_weights_are_cut_off_is_refused_before_the_data_is_read(folder, recipe, tmp_path, capsys):
+    shutil.copytree(folder / "base", tmp_path / "base")
+    whole = (tmp_path / "base" / "model.safetensors").read_bytes()
+    (tmp_path / "base" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    flags = ["--model_name_or_path", tmp_path / "base", "--data_files", "nowhere.jsonl"]
+    assert recipe("--output_dir", tmp_path / "run", *flags) == 2
+    assert "model.safetensors` are cut off or damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_f
 from tinylm.training import checkpoints
 from tinylm.training.checkpoints import (
     STATE_NAME,
+    check_room,
     check_saving,
     check_space,
     checkpoint_to_resume,
@@ -110,11 +112,37 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_the_reason(tmp_path, run_f
 
 def test_a_disk_without_room_is_refused_with_both_numbers(tmp_path, monkeypatch):
     config = tiny_model().config
-    check_space(str(tmp_path / "a" / "b"), config)
+    run = run_arguments(tmp_path / "a" / "b")
+    check_space(run, config)
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000})())
     with pytest.raises(OSError, match=r"0 MB of space left"):
-        check_space(str(tmp_path / "a" / "b"), config)
+        check_space(run, config)
     assert not (tmp_path / "a").exists()
+
+
+def test_the_room_asked_for_is_that_of_the_checkpoints_that_a_save_leaves_and_of_the_one_it_writes(
+    run_folder, monkeypatch
+):
+    free = [0]
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": free[0]})())
+
+    def needed(folder: Path, **settings: object) -> int:
+        """MB for a million weights."""
+        run = run_arguments(folder, **settings)
+        for free[0] in range(0, 200_000_000, 1_000_000):
+            with suppress(OSError):
+                said = check_room(run, 1_000_000)
+                assert f"{free[0] / 1e6:.0f} MB" in said and ("all are kept" in said) == ("limit" not in str(settings))
+                return free[0] // 1_000_000
+        raise AssertionError("never enough")
+
+    new = run_folder / "new"
+    (run_folder / "checkpoint-6").mkdir()
+    assert len(list(run_folder.glob("checkpoint-*"))) == 2
+    assert needed(new, save_strategy="steps", save_total_limit=3) == 4 + 12 * 4
+    assert needed(run_folder, save_strategy="steps", save_total_limit=3) == 4 + 12 * 2
+    assert needed(run_folder, save_strategy="steps", save_total_limit=1) == 4 + 12
+    assert needed(new, save_strategy="steps") == 4 + 12
 
 
 def test_saving_is_tried_before_the_first_step(tmp_path):

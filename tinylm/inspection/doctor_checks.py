@@ -212,8 +212,8 @@ def _room(run: RunArguments, memory: MemoryEstimate, ranks: int) -> Iterator[Fin
         yield Finding("warning", "memory", f"{said}, which is close: {remedy}")
     else:
         yield Finding("ok", "memory", said)
-    room = Checked("disk", lambda: check_room(run.output_dir, memory.num_trainable))
-    yield from room.unless_ok(f"room for the model and a checkpoint, {16 * memory.num_trainable / 1e6:,.0f} MB")
+    room = Checked("disk", lambda: check_room(run, memory.num_trainable))
+    yield from room.unless_ok(f"room for {room.value}")
 
 
 def _trackers(run: RunArguments) -> Iterator[Finding]:

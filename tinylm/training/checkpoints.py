@@ -215,30 +215,38 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def check_space(output_dir: str, config: PreTrainedConfig) -> None:
+def check_space(run: TrainingArguments, config: PreTrainedConfig) -> None:
     """`check_room` for a model of `config` that is trained whole."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    check_room(output_dir, sum(weight.numel() for weight in model.parameters()))
+    check_room(run, sum(weight.numel() for weight in model.parameters()))
 
 
-def check_room(output_dir: str, num_trained: int) -> None:
-    """Refuses a run whose `num_trained` weights do not fit the disk: saved, and once more in a checkpoint, with AdamW's
-    two moments, all in fp32.
+def check_room(run: TrainingArguments, num_trained: int) -> str:
+    """Refuses a run whose `num_trained` weights do not fit the disk; says what it found room for.
+
+    They are saved once in fp32, and in each checkpoint with AdamW's two moments. A save writes its checkpoint before
+    it deletes the oldest, so for a moment there is one more than `save_total_limit`; those that are there need no room.
 
     Raises:
         OSError: too little space; both numbers are named.
     """
-    needed = 4 * 4 * num_trained
-    folder = Path(output_dir).absolute()
+    there, limit = len(numbered_checkpoints(Path(run.output_dir))), run.save_total_limit
+    num_checkpoints = max(1, limit + 1 - there) if limit and run.save_strategy != "no" else 1
+    needed = (4 + 12 * num_checkpoints) * num_trained
+    kept = f"the model and {num_checkpoints} checkpoint{'s' if num_checkpoints > 1 else ''}, {needed / 1e6:,.0f} MB"
+    if not limit and run.save_strategy != "no":
+        kept += f" (all are kept, {12 * num_trained / 1e6:,.0f} MB each, unless `--save_total_limit` is set)"
+    folder = Path(run.output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
-            f"A run keeps what it trains and at least one checkpoint, {needed / 1e6:,.0f} MB; `{output_dir}` has"
-            f" {free / 1e6:,.0f} MB of space left. Free some, or set `--output_dir`."
+            f"A run needs room for {kept}; `{run.output_dir}` has {free / 1e6:,.0f} MB of space left. Free some, lower"
+            " `--save_total_limit`, or set `--output_dir`."
         )
+    return kept
 
 
 def check_saving(model: PreTrainedModel | PeftModel, output_dir: str) -> None:
