@@ -10,6 +10,7 @@ from transformers import set_seed
 
 from tinylm.evaluation.model_and_tokenizer import check_weights
 from tinylm.inspection.before_after import BeforeAfter
+from tinylm.inspection.finished import complete_finished
 from tinylm.inspection.preview import preview_examples
 from tinylm.inspection.report import add_course_to_card
 from tinylm.models.loading import check_quantization, load_base_config, load_base_model
@@ -37,6 +38,7 @@ def main() -> None:
     checkpoint = checkpoint_to_resume(run.output_dir, run.resume_from_checkpoint)
     if is_done(checkpoint, run):
         print(f"The run in {run.output_dir} is finished. `--max_steps` or `--num_train_epochs` would take it further.")
+        complete_finished(run, launch.rank, adapted_model=None if lora.full else base_name(lora))
         return
     destination = destination_of_run(run, launch.rank, adapted_model=None if lora.full else base_name(lora))
     check_quantization(lora.model_name_or_path, lora.quantization)

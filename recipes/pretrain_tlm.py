@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import tinylm.models  # noqa: F401  (registers the Auto classes)
 from tinylm.generation import generate_text
+from tinylm.inspection.finished import complete_finished
 from tinylm.inspection.report import add_course_to_card
 from tinylm.publish.cards import write_card
 from tinylm.publish.preflight import destination_of_run
@@ -32,6 +33,7 @@ def main() -> None:
     checkpoint = checkpoint_to_resume(run.output_dir, run.resume_from_checkpoint)
     if is_done(checkpoint, run):
         print(f"The run in {run.output_dir} is finished. `--max_steps` or `--num_train_epochs` would take it further.")
+        complete_finished(run, launch.rank)
         return
     destination = destination_of_run(run, launch.rank)
     config = load_config(model_args.config_name)

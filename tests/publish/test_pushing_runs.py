@@ -76,10 +76,23 @@ def test_a_push_that_fails_leaves_a_run_that_is_finished(
 ) -> None:
     """Case E7: saved first, and the message says how to repeat the push."""
     hub.fail("POST", "/commit/", status=403)
-    flags = ["--output_dir", tmp_path / "tlm", "--push_to_hub", "true", "--max_steps", 1]
+    flags = ["--output_dir", tmp_path / "tlm", "--push_to_hub", "true", "--max_steps", 1, "--save_steps", 1]
+    flags += ["--resume_from_checkpoint", "auto"]
     assert run_here(monkeypatch, "pretrain_tlm", "--config", pretraining, *flags) == 0
     assert f"Push it with: tinylm push {tmp_path / 'tlm'} --repo_id me/tlm\n" in capsys.readouterr().out
     assert json.loads((tmp_path / "tlm" / "STATUS").read_text())["status"] == "finished"
+
+    card = (tmp_path / "tlm" / "README.md").read_bytes()
+    (tmp_path / "tlm" / "README.md").unlink()  # as if it had been killed before
+    hub.users[TOKEN] = user("me", role="read")
+    assert run_here(monkeypatch, "pretrain_tlm", "--config", pretraining, *flags) == 0
+    said = capsys.readouterr().out
+    assert "is finished" in said and "was not pushed: The token of `me` may only read" in said
+    assert (tmp_path / "tlm" / "README.md").read_bytes() == card and "me/tlm --public" not in said
+    hub.users[TOKEN] = user("me")
+    for _ in range(2):
+        assert run_here(monkeypatch, "pretrain_tlm", "--config", pretraining, *flags) == 0
+        assert len(hub.repositories["model", "me/tlm"].commits) == 2, "its making, and one push of the run"
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "all weights"])

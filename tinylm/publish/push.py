@@ -84,10 +84,15 @@ def push_finished(folder: str | Path, there: Destination) -> None:
             "%s", push_folder(folder, there.repo_id, private=there.private, token=there.token, endpoint=there.endpoint)
         )
     except Exception as error:  # the run is done: nothing that happens now may make it a failure
-        logger.warning(
-            "The run is finished and saved in %s, and was not pushed: %s Push it with: tinylm push %s --repo_id %s%s",
-            *(folder, " ".join(str(error).split()), folder, there.repo_id, "" if there.private else " --public"),
-        )
+        warn_of_no_push(folder, there.repo_id, private=there.private, error=error)
+
+
+def warn_of_no_push(folder: str | Path, repo_id: str, *, private: bool, error: Exception) -> None:
+    """Says why a finished run was not pushed, and how to do it."""
+    logger.warning(
+        "The run is finished and saved in %s, and was not pushed: %s Push it with: tinylm push %s --repo_id %s%s",
+        *(folder, " ".join(str(error).split()), folder, repo_id, "" if private else " --public"),
+    )
 
 
 def _send(contents: Contents, there: Destination, message: str) -> CommitInfo:
