@@ -39,7 +39,7 @@ def test_what_is_wrong_is_reported_and_never_timed(ranks):
     wrong = rows_by_name(ranks)["forgetful no_hooks"]
     assert wrong.proven == WRONG and wrong.gradient_difference > 1e-6
     assert wrong.median_ms is wrong.exposed_ms is wrong.tokens_per_second is None
-    # Of four configurations three take turns: two rounds of 2 steps to warm up, with 2 and 1 measured; then the other way.
+    # Of four configurations three take turns: 2 steps to warm up, then 2 measured; in the next round 1, the other way.
     names = ("none", "Synchronizer", "NativeDDP")
     expected = [name for steps, order in ((4, names), (3, names[::-1])) for name in order for _ in range(steps)]
     assert ranks[0]["timed"] == expected
