@@ -20,6 +20,7 @@ from tinylm.cli import app
 from tinylm.inspection import doctor_checks, machine_checks
 from tinylm.inspection.doctor_checks import examine_plan
 from tinylm.inspection.machine_checks import check_devices, check_launch, check_versions
+from tinylm.training.manifest import write_manifest
 from tinylm.training.run_record import write_status
 
 LAUNCH_FILES = ROOT / "accelerate_configs"
@@ -160,6 +161,17 @@ def test_a_folder_that_holds_a_run_or_may_not_be_written_is_a_problem(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     level, detail = found(pretraining)["output folder"]
     assert level == "problem" and "may not be written" in detail
+
+
+def test_a_folder_in_which_a_run_replaces_a_checkpoint_is_left_as_it_is(pretraining: Path, tmp_path: Path) -> None:
+    """Between the two renames: the run that is at work would not find its folder again."""
+    old = tmp_path / ".old-checkpoint-3"
+    old.mkdir()
+    (old / "rng_state.pth").write_bytes(b"r")
+    write_manifest(old, 3)
+    level, detail = found(pretraining, "--output_dir", tmp_path, "--resume_from_checkpoint", "auto")["output folder"]
+    assert level == "ok" and "begins anew" in detail
+    assert [path.name for path in tmp_path.iterdir()] == [".old-checkpoint-3"]
 
 
 def launch_findings(**values: object) -> list[tuple[str, str]]:

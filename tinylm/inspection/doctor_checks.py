@@ -33,7 +33,7 @@ from tinylm.models.loading import check_quantization, load_base_config
 from tinylm.publish.preflight import destination_of_run
 from tinylm.training.arguments import DataArguments, ModelArguments, RunArguments, parse_arguments
 from tinylm.training.chat_corpus import load_chat_tokenizer, max_length_for
-from tinylm.training.checkpoints import check_room, checkpoint_to_resume
+from tinylm.training.checkpoints import check_room, find_checkpoint
 from tinylm.training.corpus import checked_block_size, load_config, load_tokenizer, source_from
 from tinylm.training.finetune_arguments import ChatArguments, FinetuneArguments, LoraArguments
 from tinylm.training.launch_files import ranks_here, read_launch_file
@@ -87,7 +87,7 @@ def _folder(run: RunArguments) -> Iterator[Finding]:
     if not _may_write(there):
         yield Finding("problem", "output folder", f"`{there}` may not be written: set `--output_dir`, or its rights")
         return
-    resumed = Checked("output folder", lambda: checkpoint_to_resume(run.output_dir, run.resume_from_checkpoint))
+    resumed = Checked("output folder", lambda: find_checkpoint(Path(run.output_dir), run.resume_from_checkpoint))
     begins = f"the run goes on from `{resumed.value}`" if resumed.value else "the run begins anew"
     yield from resumed.unless_ok(f"`{run.output_dir}`: {begins}")
 

@@ -5,6 +5,7 @@ Choices:
   is called `checkpoint-N` was whole once, and a kill at any moment leaves the one before it as it was.
 - What a kill leaves behind (`.saving-*`, `.old-*`) is deleted when the next run begins in the folder; a checkpoint that
   was to be replaced by one that never got its name has its own back before.
+- Only the process that holds the folder's lock changes anything in it (`run_lock.py`).
 """
 
 import json
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .launch import RunInterrupted, decided_by_rank_zero, is_restarted, name_of_launch
 from .manifest import find_difference, flush
+from .run_lock import hold
 from .run_record import read_status
 
 logger = logging.getLogger(__name__)
@@ -40,13 +42,18 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
     Raises:
         FileExistsError: the folder holds a run and no leave was given to go on.
         FileNotFoundError: the path given is not a complete checkpoint, or another rank does not see it.
+        RunStopped: another process trains in the folder.
         RunInterrupted: the ranks were stopped on purpose, and the launcher has restarted them all the same.
     """
     found = stopped = None
     if int(os.environ.get("RANK", "0")) == 0:
-        bring_back_replaced(Path(output_dir))
-        stopped = _was_stopped_before_restart(Path(output_dir))
-        found = None if stopped else _checkpoint_to_resume(Path(output_dir), resume_from_checkpoint)
+        folder = Path(output_dir)
+        if folder.is_dir():  # else `begin_run` makes it, when nothing is left to be refused
+            hold(folder)
+            bring_back_replaced(folder)
+            _forget_failure(folder)
+        stopped = _was_stopped_before_restart(folder)
+        found = None if stopped else find_checkpoint(folder, resume_from_checkpoint)
     stopped, found = decided_by_rank_zero(stopped), decided_by_rank_zero(found)
     if stopped:
         raise RunInterrupted(f"The run was stopped on purpose, so it is not restarted. Go on with {stopped}.")
@@ -58,7 +65,8 @@ def checkpoint_to_resume(output_dir: str, resume_from_checkpoint: str | None) ->
     return found
 
 
-def _checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | None) -> str | None:
+def find_checkpoint(folder: Path, resume_from_checkpoint: str | None) -> str | None:
+    """What `checkpoint_to_resume` finds, looked for by one process, which changes nothing in the folder."""
     is_ours = is_restarted() and read_status(folder).get("launch") == name_of_launch()
     if is_ours:
         found = latest_complete_checkpoint(folder)
@@ -77,6 +85,12 @@ def _checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | None) -> s
     if found is None and (resume_from_checkpoint is None or _is_finished(folder)):
         _refuse_another_run(folder)
     return found
+
+
+def _forget_failure(folder: Path) -> None:
+    """Takes away what the ranks of an earlier launch have noted: its processes are gone (`phases.py`)."""
+    for path in [*folder.glob(".rank-*"), *folder.glob(".failure")]:
+        path.unlink(missing_ok=True)
 
 
 def is_done(checkpoint: str | None, run: TrainingArguments) -> bool:
