@@ -6,7 +6,9 @@
 Phases: `data`, `compute` (forward, this rank's own part of backward, weights), `exchange` (waiting for the gradients of
 the others, or for them to agree), `validation`, `save`.
 
-A collective only says that a peer is gone or late. The notes say which, and what it was doing.
+A collective only says that a peer is gone or late. The notes say which, and what it was doing. Its error and one of
+this rank's own (memory, shapes) are RuntimeErrors alike, so each rank notes its error before it looks for somebody to
+blame, and tells of it too.
 """
 
 import json
@@ -19,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
 
 from .launch import RunInterrupted, RunStopped
 from .phase_times import PhaseTimes
@@ -26,8 +29,9 @@ from .run_record import HOW_TO_GO_ON
 
 logger = logging.getLogger(__name__)
 
-_OWN = (RunInterrupted, RunStopped)  # raised with a message that is complete
-_BYTES = 512
+_OWN = (RunInterrupted, RunStopped, torch.OutOfMemoryError)  # no collective raises them
+_WAITING = ("exchange", "validation", "save")  # phases in which a rank may wait for one that is in the same
+_BYTES = 1024
 
 
 class Phases:
@@ -40,7 +44,7 @@ class Phases:
     def __init__(self, folder: Path, rank: int, world_size: int, times: PhaseTimes | None = None) -> None:
         self.folder, self.rank, self.world_size, self.times = folder, rank, world_size, times
         self._note = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
-        self._note |= {"step": 0, "phase": "start", "since": time.time(), "moves": 0, "error": ""}
+        self._note |= {"step": 0, "phase": "start", "since": time.time(), "moves": 0, "error": "", "is_own": False}
         self._file: int | None = None
 
     def __enter__(self) -> None:
@@ -60,21 +64,25 @@ class Phases:
         """
         if self._file is None:
             return
-        blamed = self.blame() if isinstance(error, RuntimeError) and not isinstance(error, _OWN) else None
-        if blamed:
-            if not self.claim():
-                sys.exit(1)
-            raise RunStopped(
-                f"{blamed[0].upper()}{blamed[1:]}. Its checkpoints are whole: go on with {HOW_TO_GO_ON}."
-            ) from error
         if error is None or isinstance(error, RunInterrupted):
             self._path(self.rank).unlink(missing_ok=True)
-        else:
-            self._write(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+            self._close()
+            return
+        is_own = not isinstance(error, RuntimeError) or isinstance(error, _OWN)
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        self._write(error=words, is_own=is_own)
+        self._close()
+        blamed = None if is_own else self.blame()
+        if blamed is None:
             if self.claim():
                 logger.error("%s, failed.", _place(self._note))
-        os.close(self._file)
-        self._file = None
+            return
+        if not self.claim():
+            sys.exit(1)
+        raise RunStopped(
+            f"{blamed[0].upper()}{blamed[1:]}. The run's checkpoints are whole: go on with {HOW_TO_GO_ON}. This is told"
+            f" by rank {self.rank}, in phase `{self._note['phase']}` of step {self._note['step']}, which got {words}"
+        ) from error
 
     def enter(self, phase: str, step: int) -> None:
         """This rank begins `phase` of optimizer step `step`."""
@@ -83,18 +91,25 @@ class Phases:
         self._write(phase=phase, step=step, since=time.time(), moves=self._note["moves"] + 1)
 
     def blame(self) -> str | None:
-        """What happened to the other ranks, of the one that is to blame; None if all of them are well."""
+        """What happened to the other ranks, of the one that is to blame; None if all of them are well, or none of them
+        failed or fell behind before this one."""
         for _ in range(20):  # a process that is dying closes its connections first
             others = [note for rank in range(self.world_size) if rank != self.rank and (note := self._read(rank))]
             for note in others:
-                if note["error"]:
-                    return f"{_place(note)}, failed: {note['error']}"
-                if note["host"] == self._note["host"] and not _is_alive(note["pid"]):
+                if not note["error"] and note["host"] == self._note["host"] and not _is_alive(note["pid"]):
                     return f"{_place(note)}, was killed"
+                if note["is_own"]:
+                    return f"{_place(note)}, failed: {note['error']}"
             time.sleep(0.1)
         behind = min(others, key=lambda note: note["moves"], default=None)  # ranks make the same moves
-        if behind is not None and behind["moves"] <= self._note["moves"]:
-            return f"{_place(behind)}, has not answered for {time.time() - behind['since']:.0f} s"
+        if behind is None or behind["moves"] > self._note["moves"]:
+            return None
+        failed = f"failed: {behind['error']}" if behind["error"] else ""
+        silent = f"has not answered for {time.time() - behind['since']:.0f} s"
+        if behind["moves"] < self._note["moves"]:
+            return f"{_place(behind)}, {failed or silent}"
+        if self._note["phase"] in _WAITING:  # both waited, for one another
+            return f"{_place(behind)}, {silent}{failed and f' and {failed}'}"
         return None
 
     def hosts(self) -> list[str]:
@@ -124,6 +139,10 @@ class Phases:
         self._note |= changes
         if self._file is not None:
             os.pwrite(self._file, json.dumps(self._note).encode().ljust(_BYTES), 0)
+
+    def _close(self) -> None:
+        os.close(self._file)
+        self._file = None
 
     def _read(self, rank: int) -> dict | None:
         path = self._path(rank)
