@@ -67,6 +67,8 @@ class ResumableTrainer(CheckpointingTrainer):
         self.steps_done = 0
         if resume_from_checkpoint:
             self.go_on_from(resume_from_checkpoint)
+            if self.is_world_process_zero():  # only here: a run that is refused before leaves all names as they are
+                set_aside_newer(Path(self.args.output_dir), Path(resume_from_checkpoint), self.steps_done)
             logger.info("Going on from %s", resume_from_checkpoint)
         logs_to_wandb = "wandb" in self.args.report_to and self.is_world_process_zero()
         tracker = one_wandb_run(self.args.output_dir, goes_on=bool(self.steps_done)) if logs_to_wandb else nullcontext()
@@ -95,8 +97,6 @@ class ResumableTrainer(CheckpointingTrainer):
         self.num_bad_steps, self.bad_steps_in_a_row = progress["bad_steps"]
         self._stopped_early_of = progress["stopped_early_of"]
         self._due = progress["due"]
-        if self.is_world_process_zero():
-            set_aside_newer(Path(self.args.output_dir), Path(checkpoint), self.steps_done)
 
     def _init_training_state(self, max_steps: int, *args, **kwargs) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import secrets
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .checkpoints import check_saving
 from .curves import draw_loss_curves
-from .launch import Launch, check_engine
+from .launch import Launch, RunStopped, check_engine, decided_by_rank_zero, sum_over_ranks
+from .run_lock import hold
 from .run_record import HOW_TO_GO_ON, write_atomically, write_run_json, write_status
 from .trainer import LanguageModelTrainer
 from .watched import ValidationStopped
@@ -30,10 +32,15 @@ def begin_run(
 
     Args:
         base_model: of fine-tuning: where it lies, `base_model`, and what it is called, `base_model_id`.
+
+    Raises:
+        RunStopped: another engine came up, another process trains in the folder, or a rank does not see it.
+        ValueError: the run would not go on with the data it began with, or saving would change the model.
     """
+    check_engine(launch.engine, trainer.engine)
     if checkpoint:
         trainer.go_on_from(checkpoint)  # a refusal leaves the run's records as they are
-    check_engine(launch.engine, trainer.engine)
+    check_folder_is_shared(Path(trainer.args.output_dir), trainer.is_world_process_zero())
     counts = {
         "total": sum(weight.numel() for weight in trainer.model.parameters()),
         "trainable": sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad),
@@ -51,6 +58,34 @@ def begin_run(
             parameters=counts,
             training=_settings(trainer),
             base_model=base_model,
+        )
+
+
+def check_folder_is_shared(folder: Path, is_rank_zero: bool) -> None:
+    """Rank 0 takes the folder's lock and puts a file into it that every rank has to see; it is gone afterwards. Each
+    rank saves its own part of a checkpoint, so that without this one would count as complete and lack parts.
+
+    Every rank has to call it.
+
+    Raises:
+        RunStopped: a rank does not see the file, or another process trains in the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)  # NFS may still believe that there is none; a folder it makes it looks up
+    token = None
+    if is_rank_zero:
+        hold(folder)
+        token = f".seen-{secrets.token_hex(8)}"
+        (folder / token).touch()
+    token = decided_by_rank_zero(token)
+    sees = (folder / token).is_file()
+    num_blind = int(sum_over_ranks([not sees])[0])
+    if is_rank_zero:
+        (folder / token).unlink()
+    if num_blind:
+        raise RunStopped(
+            f"Every rank writes its part of a checkpoint into `{folder}`, and {num_blind} rank(s)"
+            f"{'' if sees else ', this one among them,'} do not see there what rank 0 writes. Set `--output_dir` to a"
+            " folder that all machines share."
         )
 
 
