@@ -1,5 +1,7 @@
 """What a run has trained on, and at which loss: sums that stay exact over ranks, micro-batches and interruptions."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,10 +29,15 @@ class LossMeter:
         self.window["num_tokens_trained"] += count_targets(inputs)
 
     def reduce(self) -> dict[str, float]:
-        """The window's loss over all ranks and the totals so far; starts a new window. Every rank has to call it."""
+        """The window's loss over all ranks and the totals so far; starts a new window. Every rank has to call it.
+
+        A window whose sum is not finite, of which a step was skipped, is left out of `mean`, or that would be NaN for
+        the rest of the run.
+        """
         nats, *counts = sum_over_ranks([self.nats.item(), *self.window.values()])
-        self.total_nats += nats
-        self.total_targets += counts[-1]
+        if math.isfinite(nats):
+            self.total_nats += nats
+            self.total_targets += counts[-1]
         for name, count in zip(self.COUNTS, counts, strict=True):
             self.total[name] += int(count)
         self.nats.zero_()
@@ -39,7 +46,7 @@ class LossMeter:
 
     @property
     def mean(self) -> float:
-        """Nats a target over all that was reduced since the run began."""
+        """Nats a target over all windows since the run began whose sum is finite."""
         return self.total_nats / self.total_targets if self.total_targets else float("nan")
 
     def state(self) -> dict[str, object]:
