@@ -247,6 +247,18 @@ def test_older_checkpoints_go_when_the_new_one_is_there(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-7"]
 
 
+def test_an_older_checkpoint_that_cannot_be_deleted_stays_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def fail(checkpoint: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(checkpoint))
+
+    monkeypatch.setattr(checkpoints, "_remove", fail)
+    args = run_arguments(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=1)
+    trainer_for(tiny_model(), UnevenRows(), args).train()
+    assert [find_fault(tmp_path / f"checkpoint-{step}") for step in (2, 4)] == [None, None]
+    [said] = [message for message in caplog.messages if "could not be deleted" in message]
+    assert f"`{tmp_path / 'checkpoint-4'}` is saved" in said and "checkpoint-2" in said
+
+
 def write_checkpoint(folder: Path, step: int) -> None:
     folder.mkdir()
     (folder / "rng_state.pth").write_bytes(b"r")

@@ -75,14 +75,20 @@ class CheckpointingTrainer(WatchedTrainer):
                 write_atomically(beside / PROGRESS_NAME, json.dumps(progress) + "\n")
                 write_manifest(beside, self.state.global_step)
                 complete(beside, checkpoint)
-                remove_older(
-                    checkpoint.parent, checkpoint, self.state.best_model_checkpoint, self.args.save_total_limit
-                )
+                self._remove_older(checkpoint)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
         seconds = time.perf_counter() - began
         logger.info("Saved %s in %.1f s", checkpoint, seconds)
         self.note_save_time(seconds)
+
+    def _remove_older(self, newest: Path) -> None:
+        """What cannot be deleted stays, with a warning: the new checkpoint is there, and the run need not end."""
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        try:
+            remove_older(newest.parent, newest, best, limit)
+        except OSError as error:
+            logger.warning("`%s` is saved, and an older checkpoint could not be deleted: %s", newest, error)
 
     def _best_checkpoint(self) -> str | None:
         path = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
