@@ -163,6 +163,17 @@ def test_ranks_that_cannot_share_the_readers_are_refused(tmp_path: Path) -> None
         stream.restore(load_stream_state(tmp_path, 0, 2))
 
 
+def test_positions_that_another_machine_has_written_are_missed(tmp_path: Path) -> None:
+    states_of(3, source_of(*[numbered_documents(20)] * 6), tmp_path, 2, num_workers=2)
+    load_stream_state(tmp_path, 1, 3), load_stream_state(tmp_path, 0, 1)
+    for rank, missing in ((2, r"4 of 6 readers; \[2, 5\]"), (1, r"2 of 6 readers; \[1, 2, 4, 5\]")):
+        (tmp_path / f"data-rank-{rank}.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match=rf"{missing} are missing.*all machines share"):
+            load_stream_state(tmp_path, 0, 3)
+    with pytest.raises(FileNotFoundError, match=r"2 of 6 readers; \[1, 2, 4, 5\] are missing"):
+        load_stream_state(tmp_path, 0, 1)
+
+
 def test_a_stream_goes_on_only_as_it_was_begun(tmp_path: Path) -> None:
     states_of(1, source_of(numbered_documents(20)), tmp_path, 2)
     state = load_stream_state(tmp_path, 0, 1)

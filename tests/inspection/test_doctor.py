@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.training.test_stream_resume import shards, train
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm import cli
 from tinylm.inspection.doctor import examine_run, table
@@ -82,6 +83,15 @@ def test_another_number_of_ranks_is_possible_where_it_divides_the_global_batch(r
     assert levels(run, 4)["going on with 4 rank(s)"][0] == "warning"
     assert "has to be 2" in levels(run, 4)["going on with 4 rank(s)"][1]
     assert levels(run, 3)["going on with 3 rank(s)"] == ("problem", "the global batch of 8 cannot be divided by them")
+
+
+def test_ranks_that_cannot_share_the_readers_of_a_stream_are_a_problem(tmp_path):
+    train(tmp_path, shards(), 4, workers=2, per_device_train_batch_size=6)
+    assert levels(tmp_path, 2)["position in the stream"][0] == "ok"
+    found = levels(tmp_path, 3)
+    assert found["going on with 3 rank(s)"][0] == "warning", "the global batch of 12 can be divided"
+    level, detail = found["position in the stream"]
+    assert level == "problem" and "among 2 readers, which 3 ranks cannot share" in detail
 
 
 def test_what_a_kill_left_is_a_warning(run):

@@ -33,7 +33,7 @@ def load_stream_state(folder: Path, rank: int, world_size: int) -> StreamState:
     """Where `rank` is to go on: its own state, or on another number of ranks the readers of all together.
 
     Raises:
-        FileNotFoundError: the checkpoint has no position in a stream.
+        FileNotFoundError: the checkpoint has no position in a stream, or not those of all its readers.
     """
     paths = sorted(folder.glob("data-rank-*.safetensors"))
     if not paths:
@@ -41,11 +41,20 @@ def load_stream_state(folder: Path, rank: int, world_size: int) -> StreamState:
             f"`{folder}` does not say how far its run had come in its stream. Go on from a checkpoint with"
             " `data-rank-0.safetensors`, or begin anew in another `--output_dir`."
         )
-    if len(paths) == world_size:
-        return _load(_path(folder, rank))
-    states = [_load(path) for path in paths]
-    readers = {number: reader for state in states for number, reader in state.readers.items()}
-    return replace(states[0], turn=0, readers=readers)
+    if len(paths) == world_size and _path(folder, rank) in paths:
+        state, needed = _load(_path(folder, rank)), slice(rank, None, world_size)
+    else:
+        states, needed = [_load(path) for path in paths], slice(None)
+        readers = {number: reader for state in states for number, reader in state.readers.items()}
+        state = replace(states[0], turn=0, readers=readers)
+    missing = [number for number in range(state.num_readers)[needed] if number not in state.readers]
+    if state.readers and missing:  # at the beginning of an epoch none has a state
+        raise FileNotFoundError(
+            f"`{folder}` holds the positions of {len(state.readers)} of {state.num_readers} readers; {missing} are"
+            " missing: their ranks wrote into a folder of another machine. Copy their files `data-rank-R.safetensors`"
+            " to it, and set `--output_dir` to a folder that all machines share."
+        )
+    return state
 
 
 def _path(folder: Path, rank: int) -> Path:

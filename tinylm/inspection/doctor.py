@@ -189,7 +189,12 @@ def _going_on(checkpoint: Path, num_ranks: int, num_ranks_before: int) -> Iterat
 
 def _positions(checkpoint: Path, num_ranks: int) -> str:
     states = [load_stream_state(checkpoint, rank, num_ranks) for rank in range(num_ranks)]
-    return f"epoch {states[0].epoch}, {states[0].num_readers} reader(s)"
+    num_readers = states[0].num_readers
+    if num_readers % num_ranks:
+        raise ValueError(
+            f"the stream was divided among {num_readers} readers, which {num_ranks} ranks cannot share equally"
+        )
+    return f"epoch {states[0].epoch}, {num_readers} reader(s)"
 
 
 def table(findings: list[Finding]) -> list[str]:
