@@ -13,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -91,6 +93,8 @@ class _Clock(TrainerCallback):
 
 def _main(argv: Sequence[str]) -> None:
     folder = Path(os.environ["TINYLM_MEASURE_FOLDER"])
+    if find_spec("deepspeed"):  # the Trainer imports it where it is installed: 30 MB of the process, not of the run
+        import_module("deepspeed")
     if is_finetuning(Path(argv[argv.index("--config") + 1])):
         run, chat, lora = parse_arguments((FinetuneArguments, ChatArguments, LoraArguments), argv)
         start(run.device, run.num_threads)

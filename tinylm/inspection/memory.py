@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tinylm.evaluation.targets import bare_model, takes_target_places
+from tinylm.training import segment_attention
 from tinylm.training.arguments import RunArguments
 from tinylm.training.chunked_head import chunked_head
 from tinylm.training.trainer import LanguageModelTrainer
@@ -83,8 +84,9 @@ def estimate_memory(
         with living.called("optimizer"):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        for _ in range(min(2, run.gradient_accumulation_steps)):
-            _forward_and_backward(model, run, batch)
+        with nullcontext() if run.torch_compile else _attention_of_training(model):
+            for _ in range(min(2, run.gradient_accumulation_steps)):
+                _forward_and_backward(model, run, batch)
         with living.called("optimizer"):
             optimizer.step()
         counts = [sum(weight.numel() for weight in weights) for weights in (model.parameters(), trained)]
@@ -116,6 +118,18 @@ def _batch(model: nn.Module, run: RunArguments, num_tokens: int, num_targets: in
         targets = torch.zeros(size * num_targets, dtype=torch.int64, device=run.device)
         batch |= {"logits_to_keep": targets, "shift_labels": targets}
     return batch
+
+
+@contextmanager
+def _attention_of_training(model: nn.Module) -> Iterator[None]:
+    """As the Trainer has it. Fake positions cannot be read: a row counts as one example, which takes as much memory."""
+    read = segment_attention.example_lengths
+    segment_attention.example_lengths = lambda position_ids: [position_ids.shape[1]] * len(position_ids)
+    try:
+        with segment_attention.attention_by_example(bare_model(model)):
+            yield
+    finally:
+        segment_attention.example_lengths = read
 
 
 def _forward_and_backward(model: nn.Module, run: RunArguments, batch: dict[str, Tensor]) -> None:
