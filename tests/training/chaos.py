@@ -6,7 +6,8 @@ The process imports everything once and forks the ranks, so that a start costs n
 step over a pipe; after some steps and some milliseconds, ranks drawn at random get SIGKILL. Prints one JSON object with
 what happened. As `python -m tests.training.chaos FOLDER` (or through a launcher) it is the run alone, undisturbed.
 
-A fault is asked for by the environment: FAULT="sleep:RANK:STEP", "raise:RANK:STEP" or "kill:RANK:STEP".
+A fault is asked for by the environment: FAULT="sleep:RANK:STEP", "raise:RANK:STEP" or "kill:RANK:STEP", or
+"shapes:both:STEP", in the forward of every rank.
 """
 
 import json
@@ -51,15 +52,20 @@ class Fault(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         kind, rank, step = os.environ.get("FAULT", "none:0:0").split(":")
-        is_now = state.global_step + 1 == int(step) and args.process_index == int(rank)
+        is_now = state.global_step + 1 == int(step) and rank in ("both", str(args.process_index))
         if not is_now or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             return
         if kind == "sleep":
             time.sleep(600)
         if kind == "raise":
             raise KeyError("a fault of this rank")
+        if kind == "shapes":
+            kwargs["model"].register_forward_pre_hook(self.shapes_do_not_fit)
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def shapes_do_not_fit(self, *_: object) -> None:
+        raise RuntimeError("shapes 3 and 5 do not fit")
 
 
 def train(folder: str, pipe: int | None = None) -> None:

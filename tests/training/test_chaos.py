@@ -153,3 +153,13 @@ def test_a_rank_that_fails_ends_the_others_and_one_message_names_it(tmp_path, fa
     status = read_status(tmp_path)
     assert (status["status"], status["step"]) == ("failed", 11)
     assert find_fault(tmp_path / "checkpoint-10") is None
+
+
+@pytest.mark.slow
+def test_a_fault_of_all_ranks_is_told_as_what_it_is(tmp_path):
+    process = launched(tmp_path, 2, STEPS="100000", FAULT="shapes:both:12", DDP_TIMEOUT="10")
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode != 0
+    assert "RuntimeError: shapes 3 and 5 do not fit" in printed
+    assert "has not answered" not in printed and "was killed" not in printed
+    assert printed.count("in phase `compute` of step 12, failed.") == 1
