@@ -193,6 +193,7 @@ def test_reserved_strings_in_a_document_are_ordinary_text() -> None:
 
 def test_documents_longer_than_the_models_context_are_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("transformers")
+    caplog.set_level(logging.WARNING, logger="transformers")  # another test may have left it quieter
     logger.addHandler(caplog.handler)  # it does not propagate
     try:
         list(PackedStream(source_of(["a" * 100]), tokenizer_with_eos(model_max_length=16), block_size=10))

@@ -79,6 +79,7 @@ def planted_delays(rank: int, world_size: int, payload: dict) -> list:
     ]
 
 
+@pytest.mark.slow
 def test_a_planted_slow_rank_is_named_with_its_phase_and_equal_ranks_are_not(tmp_path):
     results = run_on_ranks("tests.training.test_phase_times", "planted_delays", 2, {"folder": str(tmp_path)})
     assert results[0] == results[1], "all ranks see the same table"
