@@ -359,7 +359,7 @@ def test_what_was_pushed_loads_in_an_empty_environment_with_the_same_logits(
 def test_the_command_says_where_it_went_or_why_not(
     hub: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_quieten", lambda: None)  # what it does stays done in this process
+    monkeypatch.setattr(cli.runs, "quieten", lambda: None)  # what it does stays done in this process
 
     def tinylm(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["tinylm", "push", *map(str, words)])
