@@ -1,6 +1,7 @@
 """FSDP2 on two Gloo ranks through `accelerate launch`: the run, and the files, of plain data parallelism.
 
 Negative controls are in the facts of `sharded_run.py`: a number lost while weights are gathered or written is found.
+Slow: three launches come before the first test.
 """
 
 import json
@@ -28,6 +29,8 @@ from tests.training.engine_runs import (
 )
 from tests.training.tiny_run import write_tiny_run
 from tinylm.cli import app
+
+pytestmark = pytest.mark.slow
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth")
 
@@ -121,7 +124,6 @@ def test_one_process_goes_on_from_two_ranks_of_fsdp2(runs: Path, monkeypatch: py
     assert_same_optimizer(folder / "checkpoint-6", runs / "fsdp2" / "checkpoint-6")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before", ["ddp", "fsdp2"])
 def test_fsdp2_goes_on_from_ddp_and_from_itself(runs: Path, before: str) -> None:
     folder, checkpoint = runs / f"from-{before}", runs / before / "checkpoint-3"
@@ -130,7 +132,6 @@ def test_fsdp2_goes_on_from_ddp_and_from_itself(runs: Path, before: str) -> None
     assert_same_weights(folder, runs / "fsdp2", tolerance=0.0 if before == "fsdp2" else 1e-5)
 
 
-@pytest.mark.slow
 def test_fine_tuning_under_fsdp2_is_that_of_ddp(tmp_path: Path) -> None:
     config = write_chat_run(tmp_path)
     for full in (False, True):
