@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.going_on import gone_on_with
 from tests.data.tiny import numbered_documents, source_of, tokenizer_with_eos
 from tinylm.data import encoding, hub, text_reader
 from tinylm.data.documents import Shard, Source, from_texts
@@ -43,16 +44,6 @@ def ids_of(rows: Iterator[dict]) -> list[int]:
 
 def tokens_of(rows: Iterator[dict]) -> list[list[int]]:
     return [row["input_ids"].tolist() for row in rows]
-
-
-def gone_on_with(stream: PackedStream, successor: PackedStream, folder: Path) -> PackedStream:
-    """The successor, where the stream is; by way of the files in a checkpoint."""
-    folder.mkdir(exist_ok=True)
-    save_stream_state(stream.state(), folder, stream.rank)
-    state = load_stream_state(folder, successor.rank, successor.world_size)
-    successor.restore(state)
-    successor.set_epoch(state.epoch)
-    return successor
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.data.chats import answer, chat_tokenizer, question, write_chats
+from tests.data.going_on import gone_on_with
 from tinylm.data import hub, streamed_examples
 from tinylm.data.chat_encoder import ChatEncoder
 from tinylm.data.conversations import ChatRows, one_by_one, open_rows
-from tinylm.data.stream_files import load_stream_state, save_stream_state
 from tinylm.data.streamed_examples import StreamedExamples
 
 ENCODER = ChatEncoder(chat_tokenizer(), max_length=150)
@@ -108,16 +108,6 @@ def test_a_reader_says_what_became_of_its_rows(tmp_path: Path, caplog: pytest.Lo
 
 
 # Going on.
-
-
-def gone_on_with(stream: StreamedExamples, successor: StreamedExamples, folder: Path) -> StreamedExamples:
-    """The successor, where the stream is; by way of the files in a checkpoint."""
-    folder.mkdir(exist_ok=True)
-    save_stream_state(stream.state(), folder, stream.rank)
-    state = load_stream_state(folder, successor.rank, successor.world_size)
-    successor.restore(state)
-    successor.set_epoch(state.epoch)
-    return successor
 
 
 def as_lists(rows: Iterator[dict[str, Tensor]]) -> list[dict[str, list[int]]]:

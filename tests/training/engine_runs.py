@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.data.chats import answer, question
 from tests.distributed import ROOT
 from tests.models.gguf_files import save_base
-from tests.recipes.running import launch, output_of
+from tests.recipes.running import launch, output_of, run_here
 
 PRETRAIN, FINETUNE = ROOT / "recipes" / "pretrain_tlm.py", ROOT / "recipes" / "finetune_qwen.py"
 SETTINGS = ("--max_steps", 6, "--save_steps", 3, "--logging_steps", 1, "--eval_strategy", "steps", "--eval_steps", 3)
@@ -65,6 +66,27 @@ def assert_same_optimizer(mine: Path, other: Path, *, tolerance: float = 1e-5) -
         assert state.keys() == theirs["state"][number].keys()
         for key, value in state.items():
             torch.testing.assert_close(value, theirs["state"][number][key], rtol=tolerance, atol=tolerance)
+
+
+def assert_same_checkpoints(mine: Path, other: Path) -> None:
+    """The same files in each checkpoint of two runs, with the same weights and optimizers."""
+    for step in (3, 6):
+        ours, theirs = (run / f"checkpoint-{step}" for run in (mine, other))
+        assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in theirs.iterdir())
+        assert_same_weights(ours, theirs)
+        assert_same_optimizer(ours, theirs)
+
+
+def assert_one_process_goes_on_from(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first checkpoint of a run on two ranks, to that run's end."""
+    folder = run.with_name(f"alone-from-{run.name}")
+    flags = ["--config", run.with_name("run.yaml"), "--output_dir", folder, *SETTINGS, *ONE_RANK]
+    assert run_here(monkeypatch, "pretrain_tlm", *flags, "--resume_from_checkpoint", run / "checkpoint-3") == 0
+    assert json.loads((folder / "run.json").read_text())["engine"] == "none"
+    assert entries(folder, "loss").keys() == set(range(1, 7))
+    assert_same_course(folder, run)
+    assert_same_weights(folder, run)
+    assert_same_optimizer(folder / "checkpoint-6", run / "checkpoint-6")
 
 
 def write_chat_run(folder: Path) -> Path:

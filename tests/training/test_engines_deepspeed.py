@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 import tinylm.models  # noqa: F401
 from tests.distributed import ROOT
-from tests.recipes.running import launch, output_of, run_here
+from tests.recipes.running import launch, output_of
 from tests.training.engine_runs import (
-    ONE_RANK,
     PRETRAIN,
-    SETTINGS,
     assert_fine_tuning_is_that_of_ddp,
+    assert_one_process_goes_on_from,
+    assert_same_checkpoints,
     assert_same_course,
     assert_same_optimizer,
     assert_same_weights,
@@ -52,11 +52,7 @@ def test_pretraining_is_that_of_ddp(runs: Path, engine: str) -> None:
     assert (record["world_size"], record["backend"], record["engine"]) == (2, "gloo", "deepspeed")
     assert_same_course(runs / engine, runs / "ddp")
     assert_same_weights(runs / engine, runs / "ddp")
-    for step in (3, 6):
-        mine, other = (runs / each / f"checkpoint-{step}" for each in (engine, "ddp"))
-        assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in other.iterdir())
-        assert_same_weights(mine, other)
-        assert_same_optimizer(mine, other)
+    assert_same_checkpoints(runs / engine, runs / "ddp")
     AutoModelForCausalLM.from_pretrained(runs / engine)
     assert (runs / f"printed-{engine}").read_text().count("--- sample") == 3
 
@@ -66,12 +62,7 @@ def test_ddp_goes_on_from_deepspeed_and_deepspeed_from_ddp(
     runs: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process from two ranks of DeepSpeed; two ranks of DeepSpeed from two of DDP, and from their own."""
-    alone = runs / f"alone-from-{engine}"
-    flags = ["--config", runs / "run.yaml", "--output_dir", alone, *SETTINGS, *ONE_RANK]
-    checkpoint = runs / engine / "checkpoint-3"
-    assert run_here(monkeypatch, "pretrain_tlm", *flags, "--resume_from_checkpoint", checkpoint) == 0
-    assert_same_course(alone, runs / engine)
-    assert_same_weights(alone, runs / engine)
+    assert_one_process_goes_on_from(runs / engine, monkeypatch)
     for before in ("ddp", engine):
         folder = runs / f"{engine}-from-{before}"
         resume = ("--resume_from_checkpoint", runs / before / "checkpoint-3")

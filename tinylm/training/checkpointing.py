@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerControl
 from transformers.trainer_callback import ExportableState
 
 from .checkpoints import STATE_NAME, complete, place_for, remove_older
-from .launch import RunStopped, sum_over_ranks
+from .launch import RunStopped
 from .manifest import write_manifest
 from .run_record import write_atomically
+from .together import WRITING_FAILED, failing_together
 from .watched import WatchedTrainer
 
 logger = logging.getLogger(__name__)
@@ -106,20 +106,18 @@ class CheckpointingTrainer(WatchedTrainer):
 
 @contextmanager
 def _on_all_ranks(checkpoint: Path, beside: Path) -> Iterator[None]:
-    """Runs a part of saving on every rank. If it fails on one, every rank raises, and `beside` is gone.
+    """A part of saving that fails on all ranks if it fails on one; then `beside` is gone.
 
     Raises:
         RunStopped: the disk is full, the folder may not be written, ...
     """
-    failure = None
     try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        failure = error
-    if sum_over_ranks([failure is not None])[0]:
+        with failing_together():
+            yield
+    except WRITING_FAILED as error:
         shutil.rmtree(beside, ignore_errors=True)
-        reason = "see the message of the rank that failed" if failure is None else " ".join(str(failure).split())
         raise RunStopped(
-            f"`{checkpoint}` could not be written: {reason}. Checkpoints from before are as they were. Make room, or"
-            " give leave to write, and go on with the same command and `--resume_from_checkpoint auto`."
-        ) from failure
+            f"`{checkpoint}` could not be written: {' '.join(str(error).split())}. Checkpoints from before are as they"
+            " were. Make room, or give leave to write, and go on with the same command and `--resume_from_checkpoint"
+            " auto`."
+        ) from error

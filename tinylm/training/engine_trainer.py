@@ -11,13 +11,10 @@ What differs from the stock Trainer, and why:
 import json
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -29,7 +26,7 @@ from .deepspeed_environment import build_models_whole, compile_nothing_in_deepsp
 from .engine_deepspeed import DeepSpeedShards
 from .engine_fsdp2 import Fsdp2Shards, of_its_own_class
 from .engines import Shards, check_written, gather, names_of_weights, read_weights, sharding_on_cpus
-from .launch import sum_over_ranks
+from .together import failing_together
 
 _ENGINES = {DistributedType.NO: "none", DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "deepspeed"}
 
@@ -119,7 +116,7 @@ class EngineTrainer(Trainer):
             return
         whole = gather(self._shards, self._shapes, keep=self.args.should_save)
         folder = Path(output_dir or self.args.output_dir)
-        with _together():
+        with failing_together():
             if self.args.should_save:
                 with of_its_own_class(self.model):
                     self._save(str(folder), state_dict=dict(whole))
@@ -131,7 +128,7 @@ class EngineTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         state = self._shards.optimizer_state()
-        with _together(), warnings.catch_warnings():
+        with failing_together(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's reminder to save the optimizer as well
             if self.args.should_save:
                 torch.save(state, Path(output_dir, OPTIMIZER_NAME))
@@ -145,18 +142,6 @@ class EngineTrainer(Trainer):
         if isinstance(self._shards, DeepSpeedShards) and self._shards.take_note_of_bad_step():
             return math.nan
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    """If a part of saving fails on one rank, all ranks raise: the next part is one that they do together."""
-    failure = None
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        failure = error
-    if sum_over_ranks([failure is not None])[0]:
-        raise failure or RuntimeError("another rank could not write")
 
 
 def _say_that_weights_are_fp32(folder: Path) -> None:
