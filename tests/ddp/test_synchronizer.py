@@ -12,6 +12,7 @@ from torch import nn
 from tests.ddp.proving import Branches, TinyNet, mean_square, rows
 from tests.ddp.ranks import group_of_one, results_on
 from tinylm.ddp.agreement import check_same_on_all_ranks
+from tinylm.ddp.buckets import fill_buckets
 from tinylm.ddp.synchronizer import MODES, Synchronizer
 from tinylm.ddp.traffic import observed_traffic
 
@@ -209,6 +210,16 @@ def test_bucketed_gradients_share_one_piece_of_memory_in_the_order_of_arrival() 
         assert first[0] == second[0] == third[0] == 1
         assert second[1] == third[1]
         assert second[1].index("last.weight") < second[1].index("tied.weight") < second[1].index("first.weight")
+
+
+def test_a_bucket_is_closed_when_it_is_full_and_holds_one_dtype() -> None:
+    sizes = (100, 100, 100, 400, 50)
+    single = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    half = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
+    both = [parameter for pair in zip(single, half, strict=True) for parameter in pair]
+    with group_of_one():
+        filled = [[one.numel() for one in bucket.parameters] for bucket in fill_buckets(both, 800 / 2**20)]
+    assert filled == [[100, 100], [100, 400], [100, 100, 100, 400], [50], [50]]
 
 
 def test_gradients_with_gaps_and_of_several_dtypes_are_exchanged() -> None:
