@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from tests.data.going_on import gone_on_with
 from tests.data.tiny import numbered_documents, source_of, tokenizer_with_eos
@@ -201,6 +202,13 @@ def test_a_stream_goes_on_with_files_that_were_moved_and_with_no_other_ones(tmp_
 
 def test_a_checkpoint_without_a_position_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"does not say how far.*data-rank-0.safetensors"):
+        load_stream_state(tmp_path, 0, 1)
+
+
+def test_a_position_in_the_words_of_another_version_is_refused(tmp_path: Path) -> None:
+    header = {"epoch": 0, "num_readers": 1, "turn": 0, "settings": {}, "readers": {}}
+    save_file({}, tmp_path / "data-rank-0.safetensors", metadata={"state": json.dumps(header)})
+    with pytest.raises(ValueError, match=r"data-rank-0.safetensors` .* another version of tinylm"):
         load_stream_state(tmp_path, 0, 1)
 
 

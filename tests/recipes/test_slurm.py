@@ -1,5 +1,6 @@
-"""The batch script under a small fake of Slurm: what it does with each `STATUS`."""
+"""The batch script under a small fake of Slurm: what it does with each `STATUS`; real ranks whose time is up."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import ROOT
+from tests.recipes.running import output_of
 from tests.recipes.slurm_machine import JOB, SCRIPT, SlurmMachine
 from tests.training.test_chaos import wait_for
+from tests.training.tiny_run import write_tiny_run
+from tinylm.training.run_record import read_status
 
 FLAGS = ["launch.yaml", "recipe.py", "--config", "run.yaml", "--output_dir", "run"]
 
@@ -19,7 +24,7 @@ _ACCELERATE = """#!/bin/bash
 printf '%s\\n' "$*" >>"$FAKE_SLURM/words-$SLURM_NODEID"
 printf '%s\\n' "$HF_HOME" "$HF_DATASETS_CACHE" "$HF_TOKEN_PATH" >"$FAKE_SLURM/caches-$SLURM_NODEID"
 [[ $SLURM_NODEID == 0 ]] || exit 0
-read -r status step what <"$FAKE_SLURM/told"
+read -r status step what because <"$FAKE_SLURM/told"
 mkdir -p run
 ls run >"$FAKE_SLURM/before"
 if [[ $what == wait ]]; then
@@ -28,7 +33,8 @@ if [[ $what == wait ]]; then
     cp run/STOP "$FAKE_SLURM/asked"
     [[ -e $FAKE_SLURM/leaves-stop ]] || rm run/STOP
 fi
-[[ $status == none ]] || echo "{\\"status\\": \\"$status\\", \\"step\\": $step, \\"how_to_go_on\\": \\"\\"}" >run/STATUS
+said="\\"status\\": \\"$status\\", \\"step\\": $step, \\"because\\": \\"$because\\", \\"how_to_go_on\\": \\"\\""
+[[ $status == none ]] || echo "{$said}" >run/STATUS
 [[ $status == finished ]]
 """
 
@@ -96,6 +102,11 @@ def test_a_run_that_somebody_has_stopped_is_left_alone(slurm):
     assert "stopped it on purpose" in printed
 
 
+def test_a_run_that_ended_at_its_own_time_limit_is_queued_again(slurm):
+    assert try_once(slurm, "interrupted 7 - max_time")[0] == 0 and slurm.num_requeued == 1
+    assert try_once(slurm, "interrupted 9 - SIGTERM")[0] == 0 and slurm.num_requeued == 1
+
+
 @pytest.mark.parametrize("told", ["failed", "running"])
 def test_a_run_that_broke_is_queued_again_as_long_as_it_comes_further(slurm, told):
     assert try_once(slurm, f"{told} 7")[0] == 0 and slurm.num_requeued == 1
@@ -138,3 +149,34 @@ def test_what_is_missing_is_said_before_anything_starts(slurm, flags, complaint)
     code, printed = try_once(slurm, "finished 20", *flags)
     assert code == 2 and complaint in printed
     assert not (slurm.folder / "run").exists() and slurm.num_requeued == 0
+
+
+@pytest.mark.slow
+def test_a_job_goes_through_the_queue_until_its_run_is_finished(tmp_path):
+    """The real launcher and two ranks; the time is up twice; the weights are those of a job that had the time."""
+    config, slurm = write_tiny_run(tmp_path), SlurmMachine(tmp_path)
+
+    def job(folder: Path, *more: object) -> subprocess.Popen:
+        saving = ["--save_strategy", "steps", "--save_steps", 20, "--save_total_limit", 100]
+        flags = ["--max_steps", 400, "--num_threads", 1, "--logging_steps", 50, *saving, *more]
+        recipe = [ROOT / "recipes" / "pretrain_tlm.py", "--config", config, "--output_dir", folder, *flags]
+        return slurm.start(ROOT / "accelerate_configs" / "cpu_gloo.yaml", *recipe, RANKS_PER_NODE="2")
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    output_of(job(whole))
+    record = json.loads((whole / "run.json").read_text())
+    assert (record["world_size"], record["backend"]) == (2, "gloo")
+    process = job(parts)
+    wait_for(parts / "checkpoint-20", process)
+    process.send_signal(signal.SIGTERM)
+    printed = output_of(process)
+    status = read_status(parts)
+    assert (status["status"], status["because"], slurm.num_requeued) == ("interrupted", "STOP", 1), printed
+    assert 20 <= status["step"] < 400
+    output_of(job(parts, "--max_time", "1s"))
+    assert read_status(parts)["because"] == "max_time" and slurm.num_requeued == 2
+    output_of(job(parts))
+    assert (read_status(parts)["status"], slurm.num_requeued) == ("finished", 2)
+    assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    logs = list((parts / "logs").glob(f"{JOB}-*/node-0/**/stdout.log"))
+    assert len(logs) == 3 * 2, "one a try and rank"

@@ -2,13 +2,14 @@
 
 import doctest
 import json
+import subprocess
 
 import pytest
 
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm.training import callbacks, run_record
 from tinylm.training.launch import Launch
-from tinylm.training.run_record import redact, write_run_json, write_status
+from tinylm.training.run_record import current_commit, redact, write_run_json, write_status
 from tinylm.training.trackers import one_wandb_run, prepare_trackers
 
 LAUNCH = Launch(rank=0, world_size=2, backend="gloo", engine="ddp", device="cpu", threads=1)
@@ -55,13 +56,36 @@ def test_run_json_says_how_the_run_was_made(tmp_path, monkeypatch):
 
 
 def test_status_is_one_json_object(tmp_path):
-    write_status(str(tmp_path), "running", 7, "go on like this")
+    write_status(str(tmp_path), "interrupted", 7, "go on like this", "STOP")
     assert json.loads((tmp_path / "STATUS").read_text()) == {
-        "status": "running",
+        "status": "interrupted",
         "step": 7,
+        "because": "STOP",
         "how_to_go_on": "go on like this",
         "launch": None,
     }
+
+
+def test_results_of_a_benchmark_do_not_make_a_commit_a_changed_one(tmp_path, monkeypatch):
+    def git(*words):
+        name = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+        return subprocess.run(["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True).stdout
+
+    package, results = tmp_path / "tinylm" / "module.py", tmp_path / "recipes" / "results" / "some.csv"
+    for path in (package, results):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(run_record, "__file__", str(package))
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    commit = git("rev-parse", "--short=12", "HEAD").strip()
+    results.write_text("a row")
+    assert current_commit() == commit
+    package.write_text("a line")
+    assert current_commit() == f"{commit}-dirty"
+    monkeypatch.setattr(run_record, "__file__", "/module.py")
+    assert current_commit() is None
 
 
 @pytest.fixture

@@ -38,12 +38,14 @@ def test_a_file_named_stop_saves_and_stops_and_does_not_stop_the_next_run(tmp_pa
         train(tmp_path, [At(3, (tmp_path / "STOP").touch)])
     assert checkpoints(tmp_path) == ["checkpoint-3"]
     assert not (tmp_path / "STOP").exists()
-    assert read_status(tmp_path)["status"] == "interrupted"
+    status = read_status(tmp_path)
+    assert (status["status"], status["because"]) == ("interrupted", "STOP")
 
 
 def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path):
     with pytest.raises(RunInterrupted, match=r"after step 1 of 4 and saved \(`--max_time` is over\)"):
         train(tmp_path / "short", max_time="0.1")
+    assert read_status(tmp_path / "short")["because"] == "max_time"
     assert train(tmp_path / "long", max_time="30d").state.global_step == 4
 
 

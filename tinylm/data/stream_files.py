@@ -34,6 +34,7 @@ def load_stream_state(folder: Path, rank: int, world_size: int) -> StreamState:
 
     Raises:
         FileNotFoundError: the checkpoint has no position in a stream, or not those of all its readers.
+        ValueError: another version wrote it.
     """
     paths = sorted(folder.glob("data-rank-*.safetensors"))
     if not paths:
@@ -64,6 +65,11 @@ def _path(folder: Path, rank: int) -> Path:
 def _load(path: Path) -> StreamState:
     with safe_open(path, framework="np") as file:
         header = json.loads(file.metadata()["state"])
+        if header.keys() != {*_FIELDS, "readers"}:
+            raise ValueError(
+                f"`{path}` tells a position in a stream in the words of another version of tinylm. Go on with that"
+                " version, or begin anew in another `--output_dir`."
+            )
         pieces: dict[str, dict[str, list[np.ndarray]]] = {number: {} for number in header["readers"]}
         for key in file.keys():  # noqa: SIM118 -- it is no dict
             number, name, *is_lengths = key.split(".")

@@ -35,7 +35,15 @@ NOT_FINISHED = 85
 
 
 class RunInterrupted(RuntimeError):  # noqa: N818
-    """A run was stopped on purpose, and saved; its message tells how to go on."""
+    """A run was stopped on purpose, and saved; its message tells how to go on.
+
+    Args:
+        because: `max_time`, `STOP` (the file), the name of a signal; empty where another rank knows.
+    """
+
+    def __init__(self, message: str, because: str = "") -> None:
+        super().__init__(message)
+        self.because = because
 
 
 @dataclass(frozen=True)

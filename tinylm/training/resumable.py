@@ -25,9 +25,7 @@ from tinylm.data.order import GlobalBatches
 
 from .checkpointing import PROGRESS_NAME, CheckpointingTrainer
 from .checkpoints import remove_leftovers, set_aside_newer
-from .launch import RunInterrupted
 from .loss_meter import LossMeter
-from .run_record import HOW_TO_GO_ON
 from .trackers import one_wandb_run
 from .watched import ValidationStopped
 
@@ -140,11 +138,7 @@ class ResumableTrainer(CheckpointingTrainer):
         except ValidationStopped:
             if not skip_scheduler:
                 raise
-            reason = self.why_to_stop()
-            self.wishes_are_fulfilled(stopped=True)
-            raise RunInterrupted(
-                f"Stopped before the first step ({reason}): there is nothing to save. Begin again with {HOW_TO_GO_ON}."
-            ) from None
+            self.leave("before the first step", ": there is nothing to save. Begin again with")
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm, *args, learning_rate=None, **kwargs) -> None:
         """Called after each step, and again when the epoch has ended; what the last step asks for waits for that."""
@@ -194,12 +188,7 @@ class ResumableTrainer(CheckpointingTrainer):
         self._leave()
 
     def _leave(self) -> NoReturn:
-        reason = self.why_to_stop()
-        self.wishes_are_fulfilled(stopped=True)
-        raise RunInterrupted(
-            f"Stopped after step {self.state.global_step} of {self.state.max_steps} and saved ({reason}). Go on with"
-            f" {HOW_TO_GO_ON}."
-        )
+        self.leave(f"after step {self.state.global_step} of {self.state.max_steps} and saved", ". Go on with")
 
     def progress(self) -> dict[str, object]:
         """The order of the data, the tokens so far, the present logging window, what is due."""

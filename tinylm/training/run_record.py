@@ -93,9 +93,10 @@ def write_run_json(
     write_atomically(Path(output_dir, "run.json"), json.dumps(record, indent=2) + "\n")
 
 
-def write_status(output_dir: str, status: str, step: int, how_to_go_on: str = "") -> None:
-    """`STATUS`: one JSON object; `status` is running, interrupted, finished or failed."""
-    record = {"status": status, "step": step, "how_to_go_on": how_to_go_on, "launch": name_of_launch()}
+def write_status(output_dir: str, status: str, step: int, how_to_go_on: str = "", because: str = "") -> None:
+    """`STATUS`: one JSON object; `status` is running, interrupted (`because` says by what), finished or failed."""
+    record = {"status": status, "step": step, "because": because, "how_to_go_on": how_to_go_on}
+    record["launch"] = name_of_launch()
     write_atomically(Path(output_dir, "STATUS"), json.dumps(record) + "\n")
 
 
@@ -118,12 +119,22 @@ def _warn_of_damage(path: Path) -> None:
 
 
 def current_commit() -> str | None:
-    """The commit of the checkout that this package is imported from; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit of the checkout that this package is imported from; None outside a checkout.
+
+    With `-dirty` behind it if a file is not as it was committed; results that a benchmark has just added do not count.
+    """
+    git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit, changed = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (
+                ["describe", "--always", "--abbrev=12"],
+                ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)recipes/results"],
+            )
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{commit}-dirty" if changed else commit
 
 
 def describe_hardware(device: str) -> str:

@@ -22,6 +22,7 @@ import psutil
 logger = logging.getLogger(__name__)
 
 SAVE_NAME, STOP_NAME = "SAVE", "STOP"
+MAX_TIME = "max_time"
 LAUNCHERS_GRACE = 30.0
 """Seconds from a launcher's SIGTERM to its SIGKILL (torchrun and `accelerate launch` on several ranks)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -71,7 +72,7 @@ class StopRequests:
         self._leave_at_once, self._before_dying = leave_at_once, before_dying
         self.ends_at = None if max_seconds is None else beginning_of_launch() + max_seconds
         self.is_listening = False
-        self.reason = ""
+        self.reason = ""  # of the wish to stop: `MAX_TIME`, `STOP_NAME` or the name of a signal
         self._signalled_at: float | None = None
         self._handlers_before: dict[signal.Signals, object] = {}
 
@@ -90,10 +91,19 @@ class StopRequests:
         if not self.is_rank_zero:
             return False, bool(self.reason)
         if self.ends_at is not None and time.time() >= self.ends_at:
-            self.reason = self.reason or "`--max_time` is over"
+            self.reason = self.reason or MAX_TIME
         if (self.folder / STOP_NAME).exists():
-            self.reason = self.reason or f"the file `{STOP_NAME}`"
+            self.reason = self.reason or STOP_NAME
         return (self.folder / SAVE_NAME).exists(), bool(self.reason)
+
+    def describe(self) -> str:
+        """The reason to stop, in words."""
+        words = {
+            "": "another rank was asked to",
+            MAX_TIME: "`--max_time` is over",
+            STOP_NAME: f"the file `{STOP_NAME}`",
+        }
+        return words.get(self.reason, self.reason)
 
     def fulfilled(self, *, stopped: bool) -> None:
         """Forgets the wish to save, and to stop if the run has `stopped`; rank 0 takes away the files that ask."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ class WatchedTrainer(EngineTrainer):
             is_rank_zero=self.is_world_process_zero(),
             max_seconds=parse_duration(self.args.max_time) if self.args.max_time else None,
             leave_at_once=self.phases.somebody_failed,
-            before_dying=lambda: self.write_status("interrupted"),
+            before_dying=lambda: self.write_status("interrupted", self._requests.reason),
         )
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> TrainOutput:
@@ -77,18 +78,21 @@ class WatchedTrainer(EngineTrainer):
         """`STATUS` says so when the block ends in an error."""
         try:
             yield
-        except (KeyboardInterrupt, RunInterrupted):
-            self.write_status("interrupted")
+        except RunInterrupted as interrupted:
+            self.write_status("interrupted", interrupted.because)
+            raise
+        except KeyboardInterrupt:
+            self.write_status("interrupted", "SIGINT")
             raise
         except BaseException:
             self.write_status("failed")
             raise
 
-    def write_status(self, status: str) -> None:
+    def write_status(self, status: str, because: str = "") -> None:
         """`STATUS`, by rank 0; a disk that takes no more changes nothing."""
         if self.is_world_process_zero():
             with suppress(OSError):
-                write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON)
+                write_status(self.args.output_dir, status, self.state.global_step, HOW_TO_GO_ON, because)
 
     # What the ranks want.
 
@@ -97,12 +101,19 @@ class WatchedTrainer(EngineTrainer):
         wishes, self._wishes = self._wishes, (False, False)
         return wishes
 
-    def why_to_stop(self) -> str:
-        return self._requests.reason or "another rank was asked to"
-
     def wishes_are_fulfilled(self, *, stopped: bool) -> None:
         """The run has saved, or stopped as well."""
         self._requests.fulfilled(stopped=stopped)
+
+    def leave(self, what_was_done: str, what_to_do: str) -> NoReturn:
+        """Ends the run as the wish to stop has it; STATUS and the message say why.
+
+        Raises:
+            RunInterrupted: always.
+        """
+        because, reason = self._requests.reason, self._requests.describe()
+        self.wishes_are_fulfilled(stopped=True)
+        raise RunInterrupted(f"Stopped {what_was_done} ({reason}){what_to_do} {HOW_TO_GO_ON}.", because) from None
 
     def stop_validation_if_asked(self) -> None:
         """Called before each batch of a validation, equally often on every rank.
