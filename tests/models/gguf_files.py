@@ -41,7 +41,13 @@ def save_base(folder: Path, family: str = "qwen2", template: str | None = CHATML
     return folder
 
 
-def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, family: str) -> None:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    family: str,
+    rope_scaling: str | None = None,
+) -> None:
     """The model and its tokenizer in a file that calls itself `family`."""
     config, writer = model.config, gguf.GGUFWriter(path, family)
     writer.add_name("a model of /some/path")
@@ -53,6 +59,8 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if rope_scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_scaling))
     writer.add_vocab_size(config.vocab_size)
     vocabulary = tokenizer.get_vocab()
     specials = set(tokenizer.all_special_ids) | {vocabulary["<|im_start|>"], vocabulary["<|endoftext|>"]}

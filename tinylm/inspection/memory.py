@@ -83,10 +83,10 @@ def estimate_memory(
                 weight.grad = torch.empty_like(weight)
         with living.called("optimizer"):
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if run.gradient_accumulation_steps == 1:  # otherwise the second micro-step finds those of the first
+            optimizer.zero_grad(set_to_none=True)
         with nullcontext() if run.torch_compile else _attention_of_training(model):
-            for _ in range(min(2, run.gradient_accumulation_steps)):
-                _forward_and_backward(model, run, batch)
+            _forward_and_backward(model, run, batch)
         with living.called("optimizer"):
             optimizer.step()
         counts = [sum(weight.numel() for weight in weights) for weights in (model.parameters(), trained)]

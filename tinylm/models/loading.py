@@ -12,8 +12,6 @@ Weights are read from safetensors or GGUF only, and no code that comes with them
 
 import importlib.util
 import logging
-import struct
-from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -25,16 +23,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from .gguf import is_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer
+
 logger = logging.getLogger(__name__)
 
-GGUF_FAMILIES = ("llama", "qwen2")
-"""Those whose weights were seen to come out right; the library converts more."""
 QUANTIZATIONS = ("4bit", "8bit")
 SECONDS_TO_ANSWER = 10
 """How long the Hub may take to answer at all: `from_pretrained` alone retries for half a minute on a dead network."""
@@ -68,11 +65,6 @@ def resolve_name(name_or_path: str) -> str:
     return name_or_path
 
 
-def is_gguf(name_or_path: str) -> bool:
-    """Whether a name means a GGUF file, by its ending."""
-    return name_or_path.lower().endswith(".gguf")
-
-
 def load_base_config(name_or_path: str) -> PreTrainedConfig:
     """The architecture of a base model; reads no weights.
 
@@ -82,10 +74,7 @@ def load_base_config(name_or_path: str) -> PreTrainedConfig:
     """
     place = resolve_name(name_or_path)
     if is_gguf(place):
-        config = _read_gguf(place, AutoConfig)
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-        del config._model_name_or_path  # what the file calls itself
-        return config
+        return load_gguf_config(place)
     _check_folder(place)
     return _read(place, AutoConfig)
 
@@ -98,7 +87,7 @@ def load_base_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """
     place = resolve_name(name_or_path)
     if is_gguf(place):
-        tokenizer = _read_gguf(place, AutoTokenizer)
+        tokenizer = load_gguf_tokenizer(place)
         tokenizer.name_or_path = name_or_path
         return tokenizer
     if Path(place).is_dir() and not any(Path(place).glob("tokenizer*")):
@@ -126,10 +115,10 @@ def load_base_model(
         FileNotFoundError, ValueError: as `load_base_config`; or the weights are not those of the architecture.
     """
     check_quantization(name_or_path, quantization)
-    config = load_base_config(name_or_path)
     place = resolve_name(name_or_path)
     if is_gguf(place):
-        return _gguf_model(place, config, dtype, attn_implementation)
+        return load_gguf_model(place, dtype, attn_implementation)
+    _check_folder(place)
     settings = {"quantization_config": _bitsandbytes(quantization, dtype), "device_map": {"": _this_gpu()}}
     model, loading = _read(
         place,
@@ -243,55 +232,3 @@ def hub_answers(repository: str) -> bool:
         raise FileNotFoundError(f"There is no folder `{repository}`, no copy of it in the cache, and {why}. {_WAYS}")
     logger.info("%s: taken from the cache, since %s", repository, why)
     return False
-
-
-def _gguf_model(
-    place: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
-) -> PreTrainedModel:
-    """The weights of a GGUF file in a model that knows nothing of GGUF, so that it can be saved."""
-    whole = GgufConfig(dequantize=True)  # or, where its kernels are installed, the weights stay in GGUF's blocks
-    from_file = _read_gguf(place, AutoModelForCausalLM, config=deepcopy(config), quantization_config=whole, dtype=dtype)
-    model, loading = type(from_file).from_pretrained(
-        None,
-        config=config,
-        state_dict=from_file.state_dict(),
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        output_loading_info=True,
-    )
-    assert not loading["missing_keys"] and not loading["unexpected_keys"], loading
-    return model.eval()
-
-
-def _read_gguf(place: str, auto_class: type, **settings: object) -> object:
-    """`auto_class.from_pretrained` of a GGUF file.
-
-    Raises:
-        ImportError: the `gguf` package is missing.
-        ValueError: no GGUF, a family that is not supported, or a file that ends too soon.
-    """
-    family = _gguf_family(place)
-    if family not in GGUF_FAMILIES:
-        raise ValueError(
-            f"GGUF files of the families {' and '.join(GGUF_FAMILIES)} can be read; `{place}` holds a `{family}`. Take"
-            " its safetensors instead: a local folder or a repository of the Hub."
-        )
-    try:
-        return auto_class.from_pretrained(str(Path(place).parent), gguf_file=Path(place).name, **settings)
-    except (ValueError, IndexError, KeyError, struct.error) as error:  # what reading past the end of a file comes to
-        raise ValueError(f"`{place}` cannot be read as GGUF; it may be cut off ({error}). Fetch it again.") from error
-
-
-def _gguf_family(place: str) -> str:
-    """The first entry of the file's header, `general.architecture`.
-
-    Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-    """
-    with open(place, "rb") as file:
-        head = file.read(1 << 10)
-    name = b"general.architecture"
-    at = head.find(name) + len(name)
-    if head[:4] != b"GGUF" or at < len(name):
-        raise ValueError(f"`{place}` is not a GGUF file: it begins with {head[:8]!r}. {_WAYS}")
-    _, length = struct.unpack_from("<IQ", head.ljust(1 << 11, b"\0"), at)  # the value's type, a string's bytes
-    return head[at + 12 : at + 12 + length].decode(errors="replace")
