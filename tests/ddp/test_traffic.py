@@ -4,7 +4,7 @@ import ctypes
 import socket
 import struct
 import sys
-import time
+from contextlib import suppress
 
 import pytest
 
@@ -31,23 +31,25 @@ def test_bytes_that_were_sent_again_are_counted_once() -> None:
         socket.create_connection(server.getsockname()) as sender,
         server.accept()[0] as receiver,
     ):
+        if _payload_sent(sender) is None:
+            pytest.skip("this kernel does not count the bytes that TCP sends again")
         sender.sendall(bytes(500))
         receiver.recv(500, socket.MSG_WAITALL)
         drop_all = Instruction(RETURN, 0, 0, 0)
         receiver.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
         sender.sendall(bytes(1000))
-        assert sent_again(sender) >= 1000
+        receiver.settimeout(0.05)
+        for _ in range(600):  # TCP waits a fifth of a second for an answer
+            with suppress(TimeoutError):
+                receiver.recv(1)
+            if sent_again(sender):
+                break
+        receiver.settimeout(30)
         receiver.setsockopt(socket.SOL_SOCKET, DETACH_FILTER, 0)
         assert len(receiver.recv(1000, socket.MSG_WAITALL)) == 1000
-        assert _payload_sent(sender) == 1500
+        assert sent_again(sender) >= 1000 and _payload_sent(sender) == 1500
 
 
 def sent_again(connection: socket.socket) -> int:
-    """Bytes sent again, as soon as there are any; TCP waits a fifth of a second for an answer."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        if count := struct.unpack_from("Q", info, BYTES_SENT + 8)[0]:
-            return count
-        time.sleep(0.01)
-    return 0
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return struct.unpack_from("Q", info, BYTES_SENT + 8)[0]

@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written as llama.cpp's converter writes them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -46,9 +47,9 @@ def write_gguf(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     family: str,
-    rope_scaling: str | None = None,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
-    """The model and its tokenizer in a file that calls itself `family`."""
+    """The model and its tokenizer in a file that calls itself `family`; `more` adds to it."""
     config, writer = model.config, gguf.GGUFWriter(path, family)
     writer.add_name("a model of /some/path")
     writer.add_context_length(config.max_position_embeddings)
@@ -59,8 +60,9 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if rope_scaling is not None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_scaling))
+    if family == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    more(writer)
     writer.add_vocab_size(config.vocab_size)
     vocabulary = tokenizer.get_vocab()
     specials = set(tokenizer.all_special_ids) | {vocabulary["<|im_start|>"], vocabulary["<|endoftext|>"]}

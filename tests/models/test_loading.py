@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
@@ -82,11 +84,33 @@ def _same_as_the_auto_classes(path):
     assert tokenizer.chat_template == expected.chat_template
 
 
-def test_a_file_whose_positions_are_scaled_is_refused(tmp_path):
-    model = tiny_base("llama")
-    write_gguf(tmp_path / "long.gguf", model, chat_tokenizer(), "llama", rope_scaling="yarn")
-    with pytest.raises(ValueError, match=r"long\.gguf` cannot be read.*positions are scaled"):
-        load_base_config(str(tmp_path / "long.gguf"))
+@pytest.mark.parametrize(
+    ("more", "lost"),
+    [
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), "positions that are scaled"),
+        (lambda writer: writer.add_rope_scaling_factor(2.0), "positions that are scaled"),
+        (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, dtype=np.float32)), "positions that are"),
+        (lambda writer: writer.add_expert_count(8), "a mixture of experts"),
+        (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(16, dtype=np.float32)), "biases in its"),
+    ],
+)
+def test_what_would_be_lost_in_silence_is_refused(tmp_path, more, lost):
+    write_gguf(tmp_path / "more.gguf", tiny_base("llama"), chat_tokenizer(), "llama", more)
+    with pytest.raises(ValueError, match=rf"more\.gguf` has {lost}.*Take the model's safetensors"):
+        load_base_config(str(tmp_path / "more.gguf"))
+
+
+def test_heads_of_another_size_are_those_of_the_file(tmp_path):
+    write_gguf(tmp_path / "wide.gguf", tiny_base("llama", head_dim=12), chat_tokenizer(), "llama")
+    assert load_base_config(str(tmp_path / "wide.gguf")).head_dim == 12  # 16 / 2 is 8
+
+
+def test_weights_that_a_file_lacks_are_not_made_up(gguf_files, tmp_path):
+    name = b"blk.1.ffn_up.weight"
+    content = (gguf_files / "llama.gguf").read_bytes()
+    (tmp_path / "lacks.gguf").write_bytes(content.replace(name, name.replace(b"up", b"ex")))
+    with pytest.raises(ValueError, match=r"lacks 1 weights of a LlamaForCausalLM, such as .*up_proj"):
+        load_base_model(str(tmp_path / "lacks.gguf"), dtype=torch.float32)
 
 
 def test_a_file_that_is_cut_off_or_no_gguf_is_refused(gguf_files, tmp_path):

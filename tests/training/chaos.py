@@ -6,8 +6,8 @@ The process imports everything once and forks the ranks, so that a start costs n
 step over a pipe; after some steps and some milliseconds, ranks drawn at random get SIGKILL. Prints one JSON object with
 what happened. As `python -m tests.training.chaos FOLDER` (or through a launcher) it is the run alone, undisturbed.
 
-A fault is asked for by the environment: FAULT="sleep:RANK:STEP", "raise:RANK:STEP" or "kill:RANK:STEP", or
-"shapes:both:STEP", in the forward of every rank.
+A fault is asked for by the environment: FAULT="sleep:RANK:STEP", "raise:RANK:STEP" or "kill:RANK:STEP",
+"kill_in_save:RANK:STEP" of the checkpoint of that step, or "shapes:both:STEP", in the forward of every rank.
 """
 
 import json
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
 from tests.training.tiny import UnevenRows, run_arguments, tiny_model, trainer_for
 from tinylm.training.checkpoints import checkpoint_to_resume
@@ -62,7 +62,12 @@ class Fault(TrainerCallback):
         if kind == "shapes":
             kwargs["model"].register_forward_pre_hook(self.shapes_do_not_fit)
         if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.die()
+        if kind == "kill_in_save":
+            Trainer._save_rng_state = self.die
+
+    def die(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def shapes_do_not_fit(self, *_: object) -> None:
         raise RuntimeError("shapes 3 and 5 do not fit")

@@ -156,6 +156,17 @@ def test_a_rank_that_fails_ends_the_others_and_one_message_names_it(tmp_path, fa
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_killed_while_all_save_is_named_and_no_disk_is_blamed(tmp_path):
+    process = launched(tmp_path, 2, STEPS="100000", FAULT="kill_in_save:1:10", DDP_TIMEOUT="10")
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode != 0
+    [line] = [line for line in printed.splitlines() if "ank 1, process" in line]
+    assert "in phase `save` of step 10, was killed" in line
+    assert "could not be written" not in printed
+    assert find_fault(tmp_path / "checkpoint-5") is None and not (tmp_path / "checkpoint-10").exists()
+
+
+@pytest.mark.slow
 def test_a_fault_of_all_ranks_is_told_as_what_it_is(tmp_path):
     process = launched(tmp_path, 2, STEPS="100000", FAULT="shapes:both:12", DDP_TIMEOUT="10")
     printed, _ = process.communicate(timeout=240)

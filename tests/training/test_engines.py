@@ -98,7 +98,7 @@ def test_a_checkpoint_that_lost_a_number_does_not_count(facts: list[dict[str, di
         if which == 0:
             assert "norm" in refusal and "was gathered with the sum" in refusal
         else:
-            assert ("was written as" if rank == 0 else "see the message of the rank that failed") in refusal
+            assert ("was written as" if rank == 0 else "another rank could not write; see its message") in refusal
         assert one["cut"]["saved"] == []
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import tinylm.models  # noqa: F401
 from tests.distributed import ROOT
@@ -25,6 +26,7 @@ from tests.training.engine_runs import (
     write_chat_run,
 )
 from tests.training.tiny_run import write_tiny_run
+from tinylm.cli import app
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,6 +57,8 @@ def test_pretraining_is_that_of_ddp(runs: Path, engine: str) -> None:
     assert_same_checkpoints(runs / engine, runs / "ddp")
     AutoModelForCausalLM.from_pretrained(runs / engine)
     assert (runs / f"printed-{engine}").read_text().count("--- sample") == 3
+    audits = [CliRunner().invoke(app, ["audit", str(runs / each)]) for each in (engine, "ddp")]
+    assert audits[0].exit_code == 0 and audits[0].output == audits[1].output
 
 
 @pytest.mark.parametrize("engine", ENGINES)

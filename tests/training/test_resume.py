@@ -179,7 +179,7 @@ def test_a_stop_saves_before_the_validation_that_is_due_and_the_run_goes_on_with
         train(tmp_path, tlm(), callbacks=[At(step, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     status = read_status(tmp_path)
-    assert (status["status"], status["step"]) == ("interrupted", step)
+    assert (status["status"], status["step"], status["because"]) == ("interrupted", step, "SIGTERM")
     assert status["how_to_go_on"] == "the same command with --resume_from_checkpoint auto"
     checkpoint = tmp_path / f"checkpoint-{step}"
     assert not [entry for entry in history(checkpoint) if entry["step"] == step]

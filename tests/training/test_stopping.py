@@ -49,6 +49,12 @@ def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path):
     assert train(tmp_path / "long", max_time="30d").state.global_step == 4
 
 
+def test_somebodys_stop_counts_more_than_the_time_limit(tmp_path):
+    with pytest.raises(RunInterrupted, match=r"after step 1 of 4"):
+        train(tmp_path, [At(1, (tmp_path / "STOP").touch)], max_time="0.1")
+    assert read_status(tmp_path)["because"] == "STOP" and not (tmp_path / "STOP").exists()
+
+
 def test_a_time_limit_goes_on_when_the_launcher_starts_the_ranks_again():
     child = "import psutil; from tinylm.training.stopping import beginning_of_launch as began;"
     child += "print(began(), psutil.Process().create_time())"

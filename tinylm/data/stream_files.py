@@ -34,7 +34,7 @@ def load_stream_state(folder: Path, rank: int, world_size: int) -> StreamState:
 
     Raises:
         FileNotFoundError: the checkpoint has no position in a stream, or not those of all its readers.
-        ValueError: another version wrote it.
+        ValueError: its fields are those of another version.
     """
     paths = sorted(folder.glob("data-rank-*.safetensors"))
     if not paths:

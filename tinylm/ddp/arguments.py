@@ -22,7 +22,7 @@ class BenchmarkArguments:
     )
     bucketed: bool = field(default=False, metadata=_help("Exchange flat buckets of gradients during backward."))
     native: bool = field(default=False, metadata=_help("torch's DistributedDataParallel in place of ours."))
-    bucket_cap_mb: float = field(default=25.0, metadata=_help("MiB of gradients in a bucket."))
+    bucket_cap_mb: float = field(default=25.0, metadata=_help("MiB of gradients at which a bucket is full."))
     static_graph: bool = field(default=False, metadata=_help("Native: every step uses the same weights."))
     gradient_as_bucket_view: bool = field(default=False, metadata=_help("Native: gradients lie in the buckets."))
     find_unused_parameters: bool = field(default=False, metadata=_help("Native: look for weights that a step leaves."))

@@ -44,7 +44,7 @@ class Synchronizer:
         model: the same on every rank but for its values; on its device, before the optimizer has used it.
         algorithm: a name in `ALGORITHMS`. All but `builtin` block: their hooks exchange, but do not overlap.
         mode: one of `MODES`.
-        bucket_cap_mb: the size of a bucket in MiB; only for `bucketed`.
+        bucket_cap_mb: the MiB at which a bucket is full; only for `bucketed`.
 
     Raises:
         ValueError: an unknown algorithm or mode, a cap that is not positive, or ranks whose models differ.

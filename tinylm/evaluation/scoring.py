@@ -216,11 +216,11 @@ def score(
 
 
 def _scores(nats: float, num_tokens: int, rows: LabelledRows) -> dict[str, float | int]:
+    from tinylm.evaluation.metrics import BitsPerByte, NatsPerToken, Perplexity  # loads scipy: most of a second
+
     if num_tokens == 0:
         raise ValueError(f"None of the {len(rows)} rows has a target to score. Give rows with labels other than -100.")
     counted = {"nats": [nats], "num_tokens": [num_tokens]}
-    from tinylm.evaluation.metrics import BitsPerByte, NatsPerToken, Perplexity  # loads scipy: most of a second
-
     result = {**NatsPerToken().compute(**counted), **Perplexity().compute(**counted), "num_tokens": num_tokens}
     if not isinstance(rows, ScoringRows):
         return {**result, "num_documents": len(rows)}

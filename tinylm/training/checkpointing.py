@@ -22,7 +22,7 @@ from .checkpoints import STATE_NAME, complete, place_for, remove_older
 from .launch import RunStopped
 from .manifest import write_manifest
 from .run_record import write_atomically
-from .together import WRITING_FAILED, failing_together
+from .together import WritingFailed, failing_together
 from .watched import WatchedTrainer
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def _on_all_ranks(checkpoint: Path, beside: Path) -> Iterator[None]:
     try:
         with failing_together():
             yield
-    except WRITING_FAILED as error:
+    except WritingFailed as error:
         shutil.rmtree(beside, ignore_errors=True)
         raise RunStopped(
             f"`{checkpoint}` could not be written: {' '.join(str(error).split())}. Checkpoints from before are as they"

@@ -38,7 +38,7 @@ class RunInterrupted(RuntimeError):  # noqa: N818
     """A run was stopped on purpose, and saved; its message tells how to go on.
 
     Args:
-        because: `max_time`, `STOP` (the file), the name of a signal; empty where another rank knows.
+        because: `max_time`, `STOP` (the file), the name of a signal, `another rank` (was asked), or not known.
     """
 
     def __init__(self, message: str, because: str = "") -> None:

@@ -26,6 +26,7 @@ from tinylm.data.order import GlobalBatches
 from .checkpointing import PROGRESS_NAME, CheckpointingTrainer
 from .checkpoints import remove_leftovers, set_aside_newer
 from .loss_meter import LossMeter
+from .run_record import HOW_TO_GO_ON
 from .trackers import one_wandb_run
 from .watched import ValidationStopped
 
@@ -138,7 +139,10 @@ class ResumableTrainer(CheckpointingTrainer):
         except ValidationStopped:
             if not skip_scheduler:
                 raise
-            self.leave("before the first step", ": there is nothing to save. Begin again with")
+            self.leave(
+                f"Stopped before the first step ({self.why_to_stop()}): there is nothing to save. Begin again with"
+                f" {HOW_TO_GO_ON}."
+            )
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm, *args, learning_rate=None, **kwargs) -> None:
         """Called after each step, and again when the epoch has ended; what the last step asks for waits for that."""
@@ -188,7 +192,10 @@ class ResumableTrainer(CheckpointingTrainer):
         self._leave()
 
     def _leave(self) -> NoReturn:
-        self.leave(f"after step {self.state.global_step} of {self.state.max_steps} and saved", ". Go on with")
+        self.leave(
+            f"Stopped after step {self.state.global_step} of {self.state.max_steps} and saved ({self.why_to_stop()})."
+            f" Go on with {HOW_TO_GO_ON}."
+        )
 
     def progress(self) -> dict[str, object]:
         """The order of the data, the tokens so far, the present logging window, what is due."""

@@ -95,8 +95,13 @@ def write_run_json(
 
 def write_status(output_dir: str, status: str, step: int, how_to_go_on: str = "", because: str = "") -> None:
     """`STATUS`: one JSON object; `status` is running, interrupted (`because` says by what), finished or failed."""
-    record = {"status": status, "step": step, "because": because, "how_to_go_on": how_to_go_on}
-    record["launch"] = name_of_launch()
+    record = {
+        "status": status,
+        "step": step,
+        "because": because,
+        "how_to_go_on": how_to_go_on,
+        "launch": name_of_launch(),
+    }
     write_atomically(Path(output_dir, "STATUS"), json.dumps(record) + "\n")
 
 

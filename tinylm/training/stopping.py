@@ -22,7 +22,7 @@ import psutil
 logger = logging.getLogger(__name__)
 
 SAVE_NAME, STOP_NAME = "SAVE", "STOP"
-MAX_TIME = "max_time"
+MAX_TIME, ANOTHER_RANK = "max_time", "another rank"
 LAUNCHERS_GRACE = 30.0
 """Seconds from a launcher's SIGTERM to its SIGKILL (torchrun and `accelerate launch` on several ranks)."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -92,8 +92,8 @@ class StopRequests:
             return False, bool(self.reason)
         if self.ends_at is not None and time.time() >= self.ends_at:
             self.reason = self.reason or MAX_TIME
-        if (self.folder / STOP_NAME).exists():
-            self.reason = self.reason or STOP_NAME
+        if self.reason in ("", MAX_TIME) and (self.folder / STOP_NAME).exists():
+            self.reason = STOP_NAME  # somebody's wish, though the time is up as well
         return (self.folder / SAVE_NAME).exists(), bool(self.reason)
 
     def describe(self) -> str:

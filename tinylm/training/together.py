@@ -7,8 +7,9 @@ from safetensors import SafetensorError
 
 from .launch import sum_over_ranks
 
-WRITING_FAILED = (OSError, RuntimeError, SafetensorError)
-"""What a write raises: no space, no leave, and torch's and safetensors' words for both."""
+
+class WritingFailed(OSError):  # noqa: N818
+    """A part of a save failed, on this rank or on another. What a lost rank does to the others is none."""
 
 
 @contextmanager
@@ -16,12 +17,12 @@ def failing_together() -> Iterator[None]:
     """Runs a part of saving on every rank; if it fails on one, every rank raises.
 
     Raises:
-        OSError, RuntimeError, SafetensorError: what this rank's part raised; a RuntimeError if only another's did.
+        WritingFailed: no space, no leave, or torch's and safetensors' words for both.
     """
     failure = None
     try:
         yield
-    except WRITING_FAILED as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         failure = error
     if sum_over_ranks([failure is not None])[0]:
-        raise failure or RuntimeError("see the message of the rank that failed")
+        raise WritingFailed(str(failure or "another rank could not write; see its message")) from failure

@@ -27,7 +27,7 @@ from .launch import RunInterrupted, gather_over_ranks, sum_over_ranks
 from .phase_times import PhaseTimes, Table, as_lines, in_words
 from .phases import Phases
 from .run_record import HOW_TO_GO_ON, write_status
-from .stopping import LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
+from .stopping import ANOTHER_RANK, LAUNCHERS_GRACE, STOP_NAME, StopRequests, parse_duration
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +105,20 @@ class WatchedTrainer(EngineTrainer):
         """The run has saved, or stopped as well."""
         self._requests.fulfilled(stopped=stopped)
 
-    def leave(self, what_was_done: str, what_to_do: str) -> NoReturn:
-        """Ends the run as the wish to stop has it; STATUS and the message say why.
+    def why_to_stop(self) -> str:
+        """In words."""
+        return self._requests.describe()
+
+    def leave(self, message: str) -> NoReturn:
+        """Ends the run as the wish to stop has it; `STATUS` says because of what.
 
         Raises:
             RunInterrupted: always.
         """
-        because, reason = self._requests.reason, self._requests.describe()
+        self._requests.wishes()  # a file `STOP` may have come while the run saved
+        because = self._requests.reason or ANOTHER_RANK
         self.wishes_are_fulfilled(stopped=True)
-        raise RunInterrupted(f"Stopped {what_was_done} ({reason}){what_to_do} {HOW_TO_GO_ON}.", because) from None
+        raise RunInterrupted(message, because) from None
 
     def stop_validation_if_asked(self) -> None:
         """Called before each batch of a validation, equally often on every rank.
