@@ -100,9 +100,19 @@ def test_what_would_be_lost_in_silence_is_refused(tmp_path, more, lost):
         load_base_config(str(tmp_path / "more.gguf"))
 
 
-def test_heads_of_another_size_are_those_of_the_file(tmp_path):
-    write_gguf(tmp_path / "wide.gguf", tiny_base("llama", head_dim=12), chat_tokenizer(), "llama")
-    assert load_base_config(str(tmp_path / "wide.gguf")).head_dim == 12  # 16 / 2 is 8
+def test_numbers_that_are_not_the_usual_ones_are_those_of_the_file(tmp_path):
+    numbers = {"rms_norm_eps": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    model = tiny_base("llama", head_dim=12, **numbers)  # and not 16 / 2
+    write_gguf(tmp_path / "other.gguf", model, chat_tokenizer(), "llama")
+    config = load_base_config(str(tmp_path / "other.gguf"))
+    assert (config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]) == (12, 0.5, 500.0)
+    assert config.num_key_value_heads == 1
+
+
+def test_a_file_that_does_not_name_key_value_heads_has_one_a_head(gguf_files, tmp_path):
+    content = (gguf_files / "qwen2.gguf").read_bytes()
+    (tmp_path / "all.gguf").write_bytes(content.replace(b"attention.head_count_kv", b"attention.head_count_xx"))
+    assert load_base_config(str(tmp_path / "all.gguf")).num_key_value_heads == 2
 
 
 def test_weights_that_a_file_lacks_are_not_made_up(gguf_files, tmp_path):
